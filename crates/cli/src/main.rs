@@ -1,0 +1,55 @@
+//! The `mstar` program: the only crate that parses arguments, prints and exits.
+//!
+//! Each subcommand is a room with its own arguments and one entry, `command(args) -> anyhow::Result<Exit>`.
+
+mod backends;
+mod bench;
+mod exit;
+mod explain;
+mod parity;
+mod run;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::exit::Exit;
+
+/// The attention layer of an inference engine: run workloads, check numbers, explain costs.
+#[derive(Debug, Parser)]
+#[command(name = "mstar", version, about, arg_required_else_help = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a workload described by a spec.
+    Run(run::Arguments),
+    /// Check numbers against recorded reference tensors.
+    Parity(parity::Arguments),
+    /// Time kernels alone over a list of shapes.
+    Bench(bench::Arguments),
+    /// Say what a spec resolves to, what it will cost, and which kernels will run.
+    Explain(explain::Arguments),
+    /// Say what is compiled in and which devices are here.
+    Backends(backends::Arguments),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Arguments::parse().command {
+        Command::Run(args) => run::command(args),
+        Command::Parity(args) => parity::command(args),
+        Command::Bench(args) => bench::command(args),
+        Command::Explain(args) => explain::command(args),
+        Command::Backends(args) => backends::command(args),
+    };
+    match outcome {
+        Ok(exit) => exit.into(),
+        Err(error) => {
+            eprintln!("mstar: {error:#}");
+            Exit::Refused.into()
+        }
+    }
+}

@@ -1,0 +1,12 @@
+//! `mstar run`.
+
+use crate::exit::Exit;
+
+/// Arguments of `mstar run`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {}
+
+/// Runs the subcommand.
+pub(crate) fn command(_args: Arguments) -> anyhow::Result<Exit> {
+    anyhow::bail!("mstar run is not built yet")
+}

@@ -1,0 +1,74 @@
+//! What can be wrong with a spec, a step or a call. "No pages left" is not here: it is an
+//! [`Outcome`](crate::Outcome).
+
+use crate::{Label, RequestId, ResourceName, StepSerial};
+
+/// A result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// A misuse or a failure; the state is as it was before the call.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A kernel refused its arguments.
+    #[error(transparent)]
+    Kernel(#[from] mstar_kernels::Error),
+    /// An attention backend refused or failed.
+    #[error("{name}: {source}")]
+    Backend {
+        /// The resource or backend.
+        name: String,
+        /// What it said.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A spec was refused.
+    #[error(transparent)]
+    Spec(#[from] crate::spec::SpecError),
+    /// A request that was never ingested, or already removed.
+    #[error("{resource}: no request {request}; ingest it first")]
+    UnknownRequest {
+        /// The resource asked.
+        resource: ResourceName,
+        /// The request.
+        request: RequestId,
+    },
+    /// A stream that the request does not have.
+    #[error("{resource}: request {request} has no stream {label}")]
+    UnknownStream {
+        /// The resource asked.
+        resource: ResourceName,
+        /// The request.
+        request: RequestId,
+        /// The label.
+        label: Label,
+    },
+    /// A plan that does not exist, or belongs to an earlier step.
+    #[error("{resource}: no plan for label {label} of step {serial}; plan before run")]
+    UnknownPlan {
+        /// The resource asked.
+        resource: ResourceName,
+        /// The plan label.
+        label: Label,
+        /// The step.
+        serial: StepSerial,
+    },
+    /// A step that cannot be, such as the same stream twice.
+    #[error("{resource}: {why}")]
+    Step {
+        /// The resource that refused it.
+        resource: ResourceName,
+        /// What is wrong and what would be right.
+        why: String,
+    },
+    /// A call out of order, such as a third outstanding step.
+    #[error("{call}: {why}")]
+    Order {
+        /// The call.
+        call: &'static str,
+        /// Why not now.
+        why: String,
+    },
+    /// An invariant of the bookkeeping does not hold: a bug of ours that names itself.
+    #[error("broken invariant: {0}")]
+    Invariant(String),
+}

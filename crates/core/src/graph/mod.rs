@@ -1,0 +1,1 @@
+//! Buckets, slots and leases of captured forwards, and their CPU twin.

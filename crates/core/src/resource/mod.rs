@@ -1,0 +1,241 @@
+//! What every resource does in a step's life, and the answers it may give.
+
+use std::fmt;
+
+use crate::{Label, RequestId, ResourceName, Result, Slot, Step, StepSerial};
+
+/// Everything that a stored page depends on beyond its own tokens, from one resource.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fingerprint(pub Vec<u8>);
+
+/// The step that a call is about.
+#[derive(Clone, Copy, Debug)]
+pub struct StepContext {
+    /// The step's number.
+    pub serial: StepSerial,
+    /// The buffer set that its plans live in.
+    pub slot: Slot,
+    /// Whether an earlier step is still running: lengths are then those that its commit will leave.
+    pub preplan: bool,
+    /// Rows and tokens to pad to, when a captured graph (or its CPU twin) will run.
+    pub bucket: Option<PaddedShape>,
+}
+
+/// The fixed shape of a bucket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PaddedShape {
+    /// Rows, real and padded.
+    pub rows: usize,
+    /// Query tokens, real and padded.
+    pub tokens: usize,
+}
+
+/// A resource's answer to a step that it was asked to reserve for.
+#[derive(Clone, Debug, PartialEq)]
+#[must_use]
+pub enum Outcome {
+    /// Reserved.
+    Admitted,
+    /// Nothing is wrong, but not now: ask again after other work has finished.
+    NotReady(Refusal),
+    /// Not while things are as they are.
+    Refused(Refusal),
+}
+
+/// Who refused, and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Refusal {
+    /// The resource that gave the answer.
+    pub resource: ResourceName,
+    /// Why, with its numbers.
+    pub reason: RefusalReason,
+}
+
+/// Why a step cannot be admitted.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum RefusalReason {
+    /// Too few pages, free and evictable together.
+    AllocationFailed {
+        /// Pages missing.
+        pages_short: usize,
+        /// Pages the whole step needs.
+        pages_needed: usize,
+        /// The first stream that could not be served.
+        request: RequestId,
+        /// Its label.
+        label: Label,
+    },
+    /// The stream would be longer than the spec allows.
+    SequenceTooLong {
+        /// The request.
+        request: RequestId,
+        /// Its label.
+        label: Label,
+        /// Tokens it would have.
+        tokens: usize,
+        /// Tokens it may have.
+        max_seq_len: usize,
+    },
+    /// The request's pages are on their way to or from the host, or there already.
+    RequestOffloading {
+        /// The request.
+        request: RequestId,
+    },
+    /// A ring's clock advances by one frame at a time.
+    RingClock {
+        /// The request.
+        request: RequestId,
+        /// The frame that may be committed next.
+        expected: u64,
+        /// The frame asked for.
+        got: u64,
+    },
+    /// No captured bucket is large enough.
+    NoBucket {
+        /// Rows of the step.
+        rows: usize,
+        /// Tokens of the step.
+        tokens: usize,
+    },
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.resource, self.reason)
+    }
+}
+
+impl fmt::Display for RefusalReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RefusalReason::AllocationFailed { pages_short, pages_needed, request, label } => {
+                write!(
+                    f,
+                    "request {request} ({label}) is {pages_short} pages short of the {pages_needed} it needs"
+                )
+            }
+            RefusalReason::SequenceTooLong { request, label, tokens, max_seq_len } => {
+                write!(
+                    f,
+                    "request {request} ({label}) would hold {tokens} tokens, max_seq_len is {max_seq_len}"
+                )
+            }
+            RefusalReason::RequestOffloading { request } => write!(f, "request {request} is offloaded"),
+            RefusalReason::RingClock { request, expected, got } => {
+                write!(f, "request {request} committed frame {got}, the next one is {expected}")
+            }
+            RefusalReason::NoBucket { rows, tokens } => {
+                write!(f, "no captured bucket holds {rows} rows of {tokens} tokens")
+            }
+        }
+    }
+}
+
+/// What became of a plan made ahead of its turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Promotion {
+    /// Generations and lengths are those it was made for: it stands.
+    Valid,
+    /// Something moved: plan again.
+    Stale,
+}
+
+/// A request as it enters.
+#[derive(Clone, Debug)]
+pub struct Ingest {
+    /// Its id.
+    pub request: RequestId,
+    /// For each stream, the content of the tokens that will be computed first; what the prefix index matches.
+    pub prompts: Vec<(Label, std::sync::Arc<[u64]>)>,
+    /// Separates namespaces of the prefix index (tenant, adapter); `None` and `Some(vec![])` are distinct.
+    pub salt: Option<Vec<u8>>,
+}
+
+/// A part of the model's attention state or work: a KV cache, an attention backend, an indexer.
+///
+/// Calls come in the order ingest, then for each step admit, plan, (run), commit or rollback. Calls take
+/// `&self`: a resource locks its bookkeeping, never across a copy or a launch.
+pub trait Resource: Send + Sync {
+    /// Its name in the spec.
+    fn name(&self) -> &ResourceName;
+
+    /// Resources that must be admitted and planned before this one.
+    fn depends_on(&self) -> Vec<ResourceName>;
+
+    /// What a stored page depends on because of this resource; `None` says that nothing does, and the
+    /// implementation's doc says why.
+    fn fingerprint(&self) -> Option<Fingerprint>;
+
+    /// Whether a matched prefix may skip this resource's work.
+    fn prefix_skip_safe(&self) -> bool {
+        true
+    }
+
+    /// Takes a request in. Idempotent.
+    ///
+    /// # Errors
+    /// When the request cannot be taken.
+    fn ingest_request(&self, ingest: &Ingest) -> Result<()>;
+
+    /// Reserves what the step needs, or says why not and leaves everything as it was.
+    ///
+    /// # Errors
+    /// A step that could never be admitted.
+    fn admit(&self, cx: &StepContext, step: &Step) -> Result<Outcome>;
+
+    /// Undoes [`Resource::admit`] and everything after it: lengths, pages, forks and labels are as before.
+    fn rollback(&self, serial: StepSerial);
+
+    /// Turns the admitted step into device work. Never waits for the device.
+    ///
+    /// # Errors
+    /// When the work cannot be described to a kernel.
+    fn plan(&self, cx: &StepContext, step: &Step) -> Result<()>;
+
+    /// Whether a plan made ahead still stands, now that its turn has come.
+    ///
+    /// # Errors
+    /// When there is no such plan.
+    fn promote(&self, cx: &StepContext, step: &Step) -> Result<Promotion>;
+
+    /// Keeps what the step did (or nothing, if it says `commit: false`) and clears its marks.
+    ///
+    /// # Errors
+    /// A broken invariant only.
+    fn commit(&self, serial: StepSerial, step: &Step) -> Result<()>;
+
+    /// Empties a request's state; `free` gives its pages back too.
+    ///
+    /// # Errors
+    /// An unknown request.
+    fn reset_request(&self, request: &RequestId, free: bool) -> Result<()>;
+
+    /// Forgets a request. Idempotent.
+    ///
+    /// # Errors
+    /// When a step still holds it.
+    fn remove_request(&self, request: &RequestId) -> Result<()>;
+
+    /// Whether a step may be planned while the one before it runs.
+    fn supports_preplan(&self) -> bool {
+        true
+    }
+
+    /// Whether a slot must be fenced before it is planned again, since its staging memory may still be read.
+    fn force_double_buffer(&self) -> bool {
+        false
+    }
+
+    /// Sizes whatever captured replays will read. Called once per capturing runner: grows, never clobbers.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    fn build_accelerator_graph_buffers(&self, slots: usize, shape: PaddedShape) -> Result<()> {
+        let _ = (slots, shape);
+        Ok(())
+    }
+
+    /// Requests that this resource holds state for.
+    fn tracked_requests(&self) -> Vec<RequestId>;
+}

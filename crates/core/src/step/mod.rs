@@ -1,0 +1,109 @@
+//! What one forward does to each resource, as plain data that is never written again.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::{Label, RequestId, ResourceName};
+
+/// One step's addition to one stream. Span 0 reads without extending.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Whose stream.
+    pub request: RequestId,
+    /// Which of its streams.
+    pub label: Label,
+    /// Tokens added, which are also the segment's query tokens.
+    pub span: usize,
+    /// The content of those tokens (token ids, or any 64-bit content key), which page keys of the prefix index are made
+    /// of. Either `span` long or empty; a page with unknown content is never indexed.
+    pub tokens: Arc<[u64]>,
+}
+
+/// A stream that starts as a copy of another: full pages shared, the partial last one copied on write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fork {
+    /// Whose streams.
+    pub request: RequestId,
+    /// The stream copied.
+    pub from: Label,
+    /// The stream made, or replaced.
+    pub to: Label,
+}
+
+/// A plan label that packs several labels' segments into one plan (batched classifier-free guidance).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Combined {
+    /// The name of the group.
+    pub label: Label,
+    /// Its members, in packed order: all rows of the first, then all of the second.
+    pub parts: Vec<Label>,
+}
+
+/// What a step does to a KV cache.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvStep {
+    /// Additions, in packed order within each label. A stream appears at most once.
+    pub segments: Vec<Segment>,
+    /// Whether lengths grow at commit. `false` (a denoise pass) keeps nothing, but still clears the marks.
+    pub commit: bool,
+    /// Forks made before the segments are placed.
+    pub pre_forks: Vec<Fork>,
+    /// Forks made at commit, after lengths grew.
+    pub post_forks: Vec<Fork>,
+    /// Groups of labels that are planned together.
+    pub combined: Vec<Combined>,
+}
+
+/// What a step does to an attention resource.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct AttentionStep {
+    /// Query rows, where they are not those of the KV cache's own plan (cross-attention over a fixed context).
+    pub queries: Option<Vec<Segment>>,
+    /// Plans that attend the stored context alone, not the step's own entries.
+    pub context_only: bool,
+}
+
+/// One resource's part of a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Declaration {
+    /// For a KV cache.
+    Kv(KvStep),
+    /// For an attention resource.
+    Attention(AttentionStep),
+}
+
+/// What one forward does. Resources that are not named take part with their defaults.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    /// The kind of forward (`prefill`, `decode`, `denoise`), which selects a captured graph.
+    pub walk: String,
+    /// Each resource's part.
+    pub resources: BTreeMap<ResourceName, Declaration>,
+}
+
+/// A step's number; never used twice in a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StepSerial(pub u64);
+
+impl fmt::Display for StepSerial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// One of the buffer sets that plans and captured graphs live in; a preplan uses another than the running step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Slot(pub usize);
+
+/// A plan in a resource's own typed storage. A stale id is refused, never served.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct PlanId {
+    /// The buffer set.
+    pub slot: Slot,
+    /// The plan label.
+    pub label: Label,
+    /// The step it was made for.
+    pub serial: StepSerial,
+}

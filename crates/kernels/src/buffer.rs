@@ -1,0 +1,172 @@
+//! Owned memory: aligned, zeroed, resident, and counted.
+//!
+//! Every byte that mstar allocates for caches, plans and workspaces goes through [`Buffer`], so that what
+//! `mstar explain` promises can be held against what was taken ([`allocated_bytes`]).
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::{DType, Device, Error, Result, TensorMut, TensorRef};
+
+/// Alignment of every buffer: a cache line, and a whole AVX-512 register.
+pub const ALIGNMENT: usize = 64;
+
+static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+/// Bytes held by live buffers of this process.
+pub fn allocated_bytes() -> usize {
+    ALLOCATED.load(Ordering::Relaxed)
+}
+
+/// The most that [`allocated_bytes`] has been.
+pub fn peak_allocated_bytes() -> usize {
+    PEAK.load(Ordering::Relaxed)
+}
+
+/// Buffers made since the process started: a run that allocates nothing leaves it unchanged.
+pub fn allocation_count() -> usize {
+    ALLOCATIONS.load(Ordering::Relaxed)
+}
+
+/// Zeroed memory on the host, freed when dropped. Its pages are touched when it is made, so that the
+/// resident size is what was asked for and no kernel pays for a page fault.
+#[derive(Debug)]
+pub struct Buffer {
+    ptr: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: a buffer owns plain bytes; it is as free to move between threads as a `Vec<u8>`.
+unsafe impl Send for Buffer {}
+// SAFETY: shared references only read, except through `as_mut_shared`, whose caller promises disjointness.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    /// `bytes` zero bytes on the host.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when they cannot be had; never an abort.
+    pub fn zeroed(bytes: usize) -> Result<Buffer> {
+        let refused = || Error::OutOfMemory { bytes, device: Device::Cpu };
+        let layout = Layout::from_size_align(bytes.max(1), ALIGNMENT).map_err(|_| refused())?;
+        // SAFETY: the layout has a size of at least one byte.
+        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(refused)?;
+        for page in (0..bytes).step_by(4096) {
+            // SAFETY: `page` is below `bytes`, inside the allocation. The volatile write makes it resident.
+            unsafe { ptr.as_ptr().add(page).write_volatile(0) };
+        }
+        let now = ALLOCATED.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        PEAK.fetch_max(now, Ordering::Relaxed);
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        Ok(Buffer { ptr, bytes })
+    }
+
+    /// Room for a row-major tensor.
+    ///
+    /// # Errors
+    /// [`Error::Overflow`] when the shape has no size, else as [`Buffer::zeroed`].
+    pub fn for_tensor(dtype: DType, shape: &[usize]) -> Result<Buffer> {
+        let bytes = shape.iter().try_fold(dtype.size(), |n, &e| n.checked_mul(e));
+        Buffer::zeroed(bytes.ok_or_else(|| Error::Overflow { shape: shape.to_vec() })?)
+    }
+
+    /// Bytes held.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether no byte is held.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// A row-major view from `byte_offset` on.
+    ///
+    /// # Errors
+    /// When the view would leave the buffer, or `byte_offset` is not aligned for `dtype`.
+    pub fn tensor(&self, byte_offset: usize, dtype: DType, shape: &[usize]) -> Result<TensorRef<'_>> {
+        let strides = self.check(byte_offset, dtype, shape)?;
+        // SAFETY: `check` holds the view inside the buffer, which outlives the borrow.
+        unsafe {
+            TensorRef::from_raw_parts(self.ptr.as_ptr().add(byte_offset), Device::Cpu, dtype, shape, &strides)
+        }
+    }
+
+    /// A row-major view from `byte_offset` on, writable.
+    ///
+    /// # Errors
+    /// As [`Buffer::tensor`].
+    pub fn tensor_mut(&mut self, byte_offset: usize, dtype: DType, shape: &[usize]) -> Result<TensorMut<'_>> {
+        // SAFETY: `&mut self` is the only borrow.
+        unsafe { self.as_mut_shared(byte_offset, dtype, shape) }
+    }
+
+    /// A writable view through a shared reference, for pools whose pages have one writer each.
+    ///
+    /// # Errors
+    /// As [`Buffer::tensor`].
+    ///
+    /// # Safety
+    /// No other thread reads or writes the elements that are written through the view while it lives.
+    #[allow(clippy::mut_from_ref)]
+    pub unsafe fn as_mut_shared(
+        &self,
+        byte_offset: usize,
+        dtype: DType,
+        shape: &[usize],
+    ) -> Result<TensorMut<'_>> {
+        let strides = self.check(byte_offset, dtype, shape)?;
+        // SAFETY: `check` holds the view inside the buffer; exclusivity is the caller's promise.
+        unsafe {
+            TensorMut::from_raw_parts(self.ptr.as_ptr().add(byte_offset), Device::Cpu, dtype, shape, &strides)
+        }
+    }
+
+    fn check(&self, byte_offset: usize, dtype: DType, shape: &[usize]) -> Result<Vec<usize>> {
+        let overflow = || Error::Overflow { shape: shape.to_vec() };
+        let mut strides = vec![1usize; shape.len()];
+        for axis in (1..shape.len()).rev() {
+            strides[axis - 1] = strides[axis].checked_mul(shape[axis].max(1)).ok_or_else(overflow)?;
+        }
+        let numel = shape.iter().try_fold(1usize, |n, &e| n.checked_mul(e)).ok_or_else(overflow)?;
+        let end =
+            numel.checked_mul(dtype.size()).and_then(|b| b.checked_add(byte_offset)).ok_or_else(overflow)?;
+        if end > self.bytes || byte_offset % dtype.size() != 0 {
+            let available = self.bytes.saturating_sub(byte_offset) / dtype.size();
+            return Err(Error::OutOfBounds { shape: shape.to_vec(), strides, needed: numel, available });
+        }
+        Ok(strides)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let layout = Layout::from_size_align(self.bytes.max(1), ALIGNMENT).expect("checked when it was made");
+        // SAFETY: allocated in `zeroed` with this very layout, and freed once.
+        unsafe { dealloc(self.ptr.as_ptr(), layout) };
+        ALLOCATED.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn impossible_sizes_are_errors() {
+        assert!(matches!(Buffer::zeroed(usize::MAX), Err(Error::OutOfMemory { .. })));
+        assert!(Buffer::for_tensor(DType::F32, &[usize::MAX, 2]).is_err());
+    }
+
+    #[test]
+    fn views_stay_inside_and_aligned() {
+        let mut buffer = Buffer::zeroed(64).unwrap();
+        buffer.tensor_mut(8, DType::F32, &[2, 7]).unwrap().as_mut_slice::<f32>().unwrap().fill(1.0);
+        assert_eq!(buffer.tensor(8, DType::F32, &[14]).unwrap().as_slice::<f32>().unwrap(), &[1.0; 14]);
+        assert!(buffer.tensor(8, DType::F32, &[15]).is_err());
+        assert!(buffer.tensor(2, DType::F32, &[1]).is_err());
+    }
+}

@@ -1,0 +1,30 @@
+//! The bottom of mstar: tensors as views, devices, streams, and the kernels that attend.
+//!
+//! Everything here works on borrowed memory that a caller describes with a [`TensorRef`] or a
+//! [`TensorMut`]; nothing here knows a request, a page's owner or a YAML file. A kernel is one safe
+//! function over a parameter struct of views: it checks shapes, dtypes and devices once and then runs.
+//!
+//! | room | what is in it |
+//! | --- | --- |
+//! | [`view`], [`dtype`] | pointer, device, dtype, shape and element strides in one value |
+//! | [`buffer`] | owned, aligned, counted memory |
+//! | [`device`], [`stream`] | where memory lives, and the caller's queue of work |
+//! | [`reference`](mod@reference) | the oracle: every operation in plain f64 loops over raw arrays |
+//! | [`cpu`] | the fast CPU kernels, behind one run-time probe of the instruction set |
+//! | [`work`] | the flat work list that CPU and CUDA executors share |
+//! | [`lse`] | merging partial attention results |
+//! | [`synth`] | the synthetic Q, K and V that any row can be rebuilt from |
+
+pub mod buffer;
+pub mod device;
+pub mod dtype;
+pub mod error;
+pub mod stream;
+pub mod view;
+
+pub use buffer::Buffer;
+pub use device::Device;
+pub use dtype::{DType, Element};
+pub use error::{Error, Result};
+pub use stream::Stream;
+pub use view::{Dims, TensorMut, TensorRef};
