@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change lands. `just check` and CI run this and nothing else.
+# Needs cargo with rustfmt and clippy; MSTAR_REFERENCE or ../shared/reference for the recorded cases.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+step() {
+    printf '\n== %s (%s)\n' "$1" "$(date +%T)"
+    shift
+    "$@"
+}
+
+features_alone() {
+    local family
+    for family in paged mla dense flex dsa cuda; do
+        cargo check -q --locked -p mstar-kernels --no-default-features --features "$family"
+        cargo check -q --locked -p mstar --no-default-features --features "$family"
+    done
+    cargo check -q --locked -p mstar-kernels --no-default-features
+    cargo check -q --locked -p mstar-core --no-default-features
+    cargo check -q --locked -p mstar-core --no-default-features --features yaml
+    cargo check -q --locked -p mstar --no-default-features
+    for crate in mstar-attn-paged mstar-attn-mla mstar-attn-dense mstar-attn-flex mstar-dsa; do
+        cargo check -q --locked -p "$crate"
+        cargo check -q --locked -p "$crate" --features cuda
+    done
+}
+
+examples() {
+    local project
+    for project in examples/*/; do
+        echo "$project"
+        CARGO_TARGET_DIR=$PWD/target/examples cargo run -q --manifest-path "$project/Cargo.toml"
+    done
+}
+
+export RUSTFLAGS="${RUSTFLAGS:-} -D warnings"
+step "format" cargo fmt --all --check
+step "clippy" cargo clippy -q --locked --workspace --all-targets -- -D warnings
+step "docs" env RUSTDOCFLAGS="-D warnings" cargo doc -q --locked --workspace --no-deps
+# The README's own two commands, as they stand there.
+step "test" bash -c "$(sed -n 's/^\(cargo test .*\)$/\1/p' README.md | head -n 1)"
+step "quickstart" bash -c "$(sed -n 's/^\(cargo run .*\)$/\1/p' README.md | head -n 1)"
+step "each feature alone" features_alone
+step "examples" examples
+step "package" cargo package -q --locked --workspace --allow-dirty
+echo
+echo "all checks passed"
