@@ -1,8 +1,14 @@
 //! The value tree with key paths, and the checked spec.
 
-/// A spec that was refused: where, what, and the nearest valid name.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{path} (line {line}, column {column}): {why}")]
+mod node;
+pub mod workload;
+
+pub use node::{Entry, Node, Place, Scalar, Value};
+
+use std::fmt;
+
+/// One refusal of a spec: where, what, and what would be right.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpecError {
     /// The key's path, such as `resources.kv.page_size`.
     pub path: String,
@@ -13,3 +19,14 @@ pub struct SpecError {
     /// What is wrong, and what would be right.
     pub why: String,
 }
+
+impl fmt::Display for SpecError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.line {
+            0 => write!(f, "--set {}: {}", self.path, self.why),
+            line => write!(f, "{line}:{}: {}: {}", self.column, self.path, self.why),
+        }
+    }
+}
+
+impl std::error::Error for SpecError {}
