@@ -16,6 +16,7 @@
 //! | [`synth`] | the synthetic Q, K and V that any row can be rebuilt from |
 
 pub mod buffer;
+pub mod cpu;
 pub mod device;
 pub mod dtype;
 pub mod error;
