@@ -134,7 +134,7 @@ impl Buffer {
         let numel = shape.iter().try_fold(1usize, |n, &e| n.checked_mul(e)).ok_or_else(overflow)?;
         let end =
             numel.checked_mul(dtype.size()).and_then(|b| b.checked_add(byte_offset)).ok_or_else(overflow)?;
-        if end > self.bytes || byte_offset % dtype.size() != 0 {
+        if end > self.bytes || !byte_offset.is_multiple_of(dtype.size()) {
             let available = self.bytes.saturating_sub(byte_offset) / dtype.size();
             return Err(Error::OutOfBounds { shape: shape.to_vec(), strides, needed: numel, available });
         }
