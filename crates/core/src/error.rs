@@ -4,7 +4,7 @@
 use crate::{Label, RequestId, ResourceName, StepSerial};
 
 /// A result of this crate.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A misuse or a failure; the state is as it was before the call.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +24,44 @@ pub enum Error {
     /// A spec was refused.
     #[error(transparent)]
     Spec(#[from] crate::spec::SpecError),
+    /// Two resources of one name.
+    #[error("two resources are called {resource}; names must be unique")]
+    DuplicateResource {
+        /// The name.
+        resource: ResourceName,
+    },
+    /// A resource that depends on one that does not exist.
+    #[error("{resource} depends on {missing}, which does not exist; there are: {}", listed(known))]
+    MissingDependency {
+        /// The resource that depends.
+        resource: ResourceName,
+        /// What it names.
+        missing: ResourceName,
+        /// The names that there are.
+        known: Vec<ResourceName>,
+    },
+    /// Resources that depend on each other.
+    #[error("resources depend on each other in a circle: {}", joined(path, " -> "))]
+    DependencyCycle {
+        /// The circle, its first name repeated at the end.
+        path: Vec<ResourceName>,
+    },
+    /// A name that no resource has, in a step or a request's overrides.
+    #[error("no resource is called {resource}; there are: {}", listed(known))]
+    UnknownResource {
+        /// The name.
+        resource: ResourceName,
+        /// The names that there are.
+        known: Vec<ResourceName>,
+    },
+    /// Dummy requests of a warm-up that a resource still holds.
+    #[error("{resource}: dummy requests are left after the warm-up: {}", joined(requests, ", "))]
+    DummyRequestsLeft {
+        /// The resource.
+        resource: ResourceName,
+        /// The requests.
+        requests: Vec<RequestId>,
+    },
     /// A request that was never ingested, or already removed.
     #[error("{resource}: no request {request}; ingest it first")]
     UnknownRequest {
@@ -71,4 +109,19 @@ pub enum Error {
     /// An invariant of the bookkeeping does not hold: a bug of ours that names itself.
     #[error("broken invariant: {0}")]
     Invariant(String),
+}
+
+impl Error {
+    /// What an attention backend said, under the name of the resource or backend that said it.
+    pub fn backend(name: impl Into<String>, source: impl std::error::Error + Send + Sync + 'static) -> Error {
+        Error::Backend { name: name.into(), source: Box::new(source) }
+    }
+}
+
+fn joined<T: std::fmt::Display>(items: &[T], separator: &str) -> String {
+    items.iter().map(ToString::to_string).collect::<Vec<_>>().join(separator)
+}
+
+fn listed(known: &[ResourceName]) -> String {
+    if known.is_empty() { "none".to_owned() } else { joined(known, ", ") }
 }

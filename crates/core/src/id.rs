@@ -27,6 +27,12 @@ macro_rules! name {
             }
         }
 
+        impl From<String> for $t {
+            fn from(text: String) -> $t {
+                $t::new(text)
+            }
+        }
+
         impl fmt::Display for $t {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str(&self.0)

@@ -24,8 +24,11 @@ pub mod resource;
 pub mod spec;
 pub mod step;
 
-pub use attend::{Attention, AttnOut, Forward, Fresh, Query};
+pub use attend::{Attention, AttnOut, Forward, Fresh, Query, attend};
 pub use error::{Error, Result};
 pub use id::{Label, RequestId, ResourceName};
-pub use resource::{Outcome, Refusal, RefusalReason, Resource};
+pub use resource::{
+    Admission, AdmittedStep, Engine, Ingest, Outcome, PlannedStep, PreplannedStep, Refusal, RefusalReason,
+    Resource,
+};
 pub use step::{PlanId, Segment, Slot, Step, StepSerial};

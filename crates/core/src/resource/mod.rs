@@ -1,8 +1,18 @@
 //! What every resource does in a step's life, and the answers it may give.
 
-use std::fmt;
+mod engine;
+mod ingest;
+mod order;
+mod outcome;
+mod token;
 
-use crate::{Label, RequestId, ResourceName, Result, Slot, Step, StepSerial};
+pub use engine::{Abandoned, Engine, EngineOptions, PlanFailed, PromoteFailed};
+pub use ingest::{AttentionOverrides, Ingest, KvOverrides, Override};
+pub use order::dependency_order;
+pub use outcome::{Admission, Outcome, Refusal, RefusalReason};
+pub use token::{AdmittedStep, PlannedStep, PreplannedStep};
+
+use crate::{RequestId, ResourceName, Result, Slot, Step, StepSerial};
 
 /// Everything that a stored page depends on beyond its own tokens, from one resource.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,108 +40,6 @@ pub struct PaddedShape {
     pub tokens: usize,
 }
 
-/// A resource's answer to a step that it was asked to reserve for.
-#[derive(Clone, Debug, PartialEq)]
-#[must_use]
-pub enum Outcome {
-    /// Reserved.
-    Admitted,
-    /// Nothing is wrong, but not now: ask again after other work has finished.
-    NotReady(Refusal),
-    /// Not while things are as they are.
-    Refused(Refusal),
-}
-
-/// Who refused, and why.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Refusal {
-    /// The resource that gave the answer.
-    pub resource: ResourceName,
-    /// Why, with its numbers.
-    pub reason: RefusalReason,
-}
-
-/// Why a step cannot be admitted.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum RefusalReason {
-    /// Too few pages, free and evictable together.
-    AllocationFailed {
-        /// Pages missing.
-        pages_short: usize,
-        /// Pages the whole step needs.
-        pages_needed: usize,
-        /// The first stream that could not be served.
-        request: RequestId,
-        /// Its label.
-        label: Label,
-    },
-    /// The stream would be longer than the spec allows.
-    SequenceTooLong {
-        /// The request.
-        request: RequestId,
-        /// Its label.
-        label: Label,
-        /// Tokens it would have.
-        tokens: usize,
-        /// Tokens it may have.
-        max_seq_len: usize,
-    },
-    /// The request's pages are on their way to or from the host, or there already.
-    RequestOffloading {
-        /// The request.
-        request: RequestId,
-    },
-    /// A ring's clock advances by one frame at a time.
-    RingClock {
-        /// The request.
-        request: RequestId,
-        /// The frame that may be committed next.
-        expected: u64,
-        /// The frame asked for.
-        got: u64,
-    },
-    /// No captured bucket is large enough.
-    NoBucket {
-        /// Rows of the step.
-        rows: usize,
-        /// Tokens of the step.
-        tokens: usize,
-    },
-}
-
-impl fmt::Display for Refusal {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.resource, self.reason)
-    }
-}
-
-impl fmt::Display for RefusalReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            RefusalReason::AllocationFailed { pages_short, pages_needed, request, label } => {
-                write!(
-                    f,
-                    "request {request} ({label}) is {pages_short} pages short of the {pages_needed} it needs"
-                )
-            }
-            RefusalReason::SequenceTooLong { request, label, tokens, max_seq_len } => {
-                write!(
-                    f,
-                    "request {request} ({label}) would hold {tokens} tokens, max_seq_len is {max_seq_len}"
-                )
-            }
-            RefusalReason::RequestOffloading { request } => write!(f, "request {request} is offloaded"),
-            RefusalReason::RingClock { request, expected, got } => {
-                write!(f, "request {request} committed frame {got}, the next one is {expected}")
-            }
-            RefusalReason::NoBucket { rows, tokens } => {
-                write!(f, "no captured bucket holds {rows} rows of {tokens} tokens")
-            }
-        }
-    }
-}
-
 /// What became of a plan made ahead of its turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Promotion {
@@ -139,17 +47,6 @@ pub enum Promotion {
     Valid,
     /// Something moved: plan again.
     Stale,
-}
-
-/// A request as it enters.
-#[derive(Clone, Debug)]
-pub struct Ingest {
-    /// Its id.
-    pub request: RequestId,
-    /// For each stream, the content of the tokens that will be computed first; what the prefix index matches.
-    pub prompts: Vec<(Label, std::sync::Arc<[u64]>)>,
-    /// Separates namespaces of the prefix index (tenant, adapter); `None` and `Some(vec![])` are distinct.
-    pub salt: Option<Vec<u8>>,
 }
 
 /// A part of the model's attention state or work: a KV cache, an attention backend, an indexer.
@@ -172,6 +69,12 @@ pub trait Resource: Send + Sync {
         true
     }
 
+    /// Whether a request may ask this of it; what a resource does not take is refused before it is ingested.
+    fn takes_override(&self, wanted: &Override) -> bool {
+        let _ = wanted;
+        false
+    }
+
     /// Takes a request in. Idempotent.
     ///
     /// # Errors
@@ -184,7 +87,8 @@ pub trait Resource: Send + Sync {
     /// A step that could never be admitted.
     fn admit(&self, cx: &StepContext, step: &Step) -> Result<Outcome>;
 
-    /// Undoes [`Resource::admit`] and everything after it: lengths, pages, forks and labels are as before.
+    /// Undoes [`Resource::admit`] and everything after it: lengths, pages, forks and labels are as before. A serial that
+    /// it holds nothing for is ignored.
     fn rollback(&self, serial: StepSerial);
 
     /// Turns the admitted step into device work. Never waits for the device.

@@ -55,6 +55,13 @@ pub struct KvStep {
     pub combined: Vec<Combined>,
 }
 
+impl Default for KvStep {
+    /// Nothing to do, and committed.
+    fn default() -> KvStep {
+        KvStep { segments: vec![], commit: true, pre_forks: vec![], post_forks: vec![], combined: vec![] }
+    }
+}
+
 /// What a step does to an attention resource.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AttentionStep {
@@ -62,6 +69,30 @@ pub struct AttentionStep {
     pub queries: Option<Vec<Segment>>,
     /// Plans that attend the stored context alone, not the step's own entries.
     pub context_only: bool,
+    /// Rows whose queries see fewer keys than causality and window leave them; other rows have no mask.
+    pub masks: Vec<RowMask>,
+}
+
+/// Which keys one row's queries may see, such as the ancestors in a draft tree of speculative decoding. A key is seen
+/// when the mask, causality and the window all allow it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RowMask {
+    /// Whose stream.
+    pub request: RequestId,
+    /// Which of its streams.
+    pub label: Label,
+    /// The keys.
+    pub visible: MaskKeys,
+}
+
+/// A boolean mask, row-major, `true` where a query may see a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MaskKeys {
+    /// `[q_len, q_len]`: which of the step's own tokens each of them may see. All that was stored before is allowed.
+    Own(Arc<[bool]>),
+    /// `[q_len, kv_len]`: every key of the row, by absolute position.
+    All(Arc<[bool]>),
 }
 
 /// One resource's part of a step.
@@ -81,6 +112,36 @@ pub struct Step {
     pub walk: String,
     /// Each resource's part.
     pub resources: BTreeMap<ResourceName, Declaration>,
+}
+
+impl Step {
+    /// A step in which every resource takes part with its defaults.
+    pub fn new(walk: impl Into<String>) -> Step {
+        Step { walk: walk.into(), resources: BTreeMap::new() }
+    }
+
+    /// The step with `resource`'s part replaced.
+    #[must_use]
+    pub fn with(mut self, resource: impl Into<ResourceName>, declaration: Declaration) -> Step {
+        self.resources.insert(resource.into(), declaration);
+        self
+    }
+
+    /// What the step does to the KV cache `resource`, if anything.
+    pub fn kv(&self, resource: &ResourceName) -> Option<&KvStep> {
+        match self.resources.get(resource) {
+            Some(Declaration::Kv(kv)) => Some(kv),
+            _ => None,
+        }
+    }
+
+    /// What the step says to the attention resource `resource`, if anything.
+    pub fn attention(&self, resource: &ResourceName) -> Option<&AttentionStep> {
+        match self.resources.get(resource) {
+            Some(Declaration::Attention(attention)) => Some(attention),
+            _ => None,
+        }
+    }
 }
 
 /// A step's number; never used twice in a process.

@@ -1,0 +1,92 @@
+//! One forward's cursor through its layers.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use mstar_kernels::Stream;
+
+use super::Observer;
+use crate::{Label, PlanId, PlannedStep, Slot, StepSerial};
+
+/// One forward's cursor: which plan, which layer, which layer selected last. It borrows the planned step, so
+/// that a plan cannot be committed or dropped while a layer reads it.
+pub struct Forward<'a> {
+    plan: PlanId,
+    layer: usize,
+    stream: &'a Stream,
+    last_selection: Option<usize>,
+    observer: Option<&'a dyn Observer>,
+    step: PhantomData<&'a PlannedStep>,
+}
+
+impl<'a> Forward<'a> {
+    pub(crate) fn new(plan: PlanId, stream: &'a Stream, observer: Option<&'a dyn Observer>) -> Forward<'a> {
+        Forward { plan, layer: 0, stream, last_selection: None, observer, step: PhantomData }
+    }
+
+    /// A cursor over a plan that no engine keeps, for a resource used by itself. The resource still checks the id.
+    pub fn detached(plan: PlanId, layer: usize, stream: &'a Stream) -> Forward<'a> {
+        Forward { layer, ..Forward::new(plan, stream, None) }
+    }
+
+    /// The plan that this forward reads.
+    pub fn plan_id(&self) -> &PlanId {
+        &self.plan
+    }
+
+    /// The step.
+    pub fn serial(&self) -> StepSerial {
+        self.plan.serial
+    }
+
+    /// Its buffer set.
+    pub fn slot(&self) -> Slot {
+        self.plan.slot
+    }
+
+    /// The plan label that runs.
+    pub fn label(&self) -> &Label {
+        &self.plan.label
+    }
+
+    /// The layer that runs, from 0.
+    pub fn layer(&self) -> usize {
+        self.layer
+    }
+
+    /// Moves on to `layer`.
+    pub fn set_layer(&mut self, layer: usize) -> &mut Self {
+        self.layer = layer;
+        self
+    }
+
+    /// The caller's queue.
+    pub fn stream(&self) -> &'a Stream {
+        self.stream
+    }
+
+    /// The layer whose selection a sharing layer reuses: the last one in this forward that selected.
+    pub fn last_selection(&self) -> Option<usize> {
+        self.last_selection
+    }
+
+    /// Notes that the current layer has selected.
+    pub fn note_selection(&mut self) {
+        self.last_selection = Some(self.layer);
+    }
+
+    /// Who wants to know what the forward costs.
+    pub fn observer(&self) -> Option<&'a dyn Observer> {
+        self.observer
+    }
+}
+
+impl fmt::Debug for Forward<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Forward")
+            .field("plan", &self.plan)
+            .field("layer", &self.layer)
+            .field("last_selection", &self.last_selection)
+            .finish_non_exhaustive()
+    }
+}
