@@ -20,6 +20,7 @@ pub mod cpu;
 pub mod device;
 pub mod dtype;
 pub mod error;
+pub mod mutant;
 pub mod reference;
 pub mod stream;
 pub mod view;
