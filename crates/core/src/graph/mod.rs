@@ -7,7 +7,11 @@
 //! the same padded plans run as they are, so that padding and slots are exercised everywhere.
 
 mod bucket;
+mod capacity;
 mod lease;
+mod warmup;
 
 pub use bucket::{Bucket, Buckets, padded_q_lens, step_shape};
+pub use capacity::captured_page_capacity;
 pub use lease::{Fence, Lease, NoFence};
+pub use warmup::warm_up;

@@ -236,6 +236,11 @@ impl Engine {
         self.shared.options.preplan && self.shared.resources.iter().all(|r| r.supports_preplan())
     }
 
+    /// Buffer sets that plans live in.
+    pub fn slots(&self) -> usize {
+        self.shared.options.slots
+    }
+
     /// Steps between admission and their end: 0, 1 or 2.
     pub fn outstanding(&self) -> usize {
         self.shared.lock().len()
@@ -247,7 +252,7 @@ impl Engine {
     /// [`Error::Order`] while another step is outstanding (see [`Engine::preplan`]); a step that could never be
     /// admitted. Nothing is reserved then.
     pub fn admit(&self, step: impl Into<Arc<Step>>) -> Result<Admission<AdmittedStep>> {
-        Ok(self.reserve(step.into(), None, None)?.map(AdmittedStep))
+        Ok(self.reserve(step.into(), None, None, None)?.map(AdmittedStep))
     }
 
     /// Reserves what `step` needs, padded to `bucket`, and leases one of the bucket's buffer sets for it.
@@ -255,7 +260,17 @@ impl Engine {
     /// # Errors
     /// As [`Engine::admit`].
     pub fn admit_in(&self, step: impl Into<Arc<Step>>, bucket: &Bucket) -> Result<Admission<AdmittedStep>> {
-        Ok(self.reserve(step.into(), Some(bucket), None)?.map(AdmittedStep))
+        Ok(self.reserve(step.into(), Some(bucket), None, None)?.map(AdmittedStep))
+    }
+
+    /// As [`Engine::admit_in`], in the slot that a warm-up has come to.
+    pub(crate) fn admit_in_slot(
+        &self,
+        step: Step,
+        bucket: &Bucket,
+        slot: Slot,
+    ) -> Result<Admission<AdmittedStep>> {
+        Ok(self.reserve(Arc::new(step), Some(bucket), None, Some(slot))?.map(AdmittedStep))
     }
 
     /// Turns an admitted step into device work, resource after resource.
@@ -337,7 +352,7 @@ impl Engine {
         if !self.shared.options.preplan {
             return Err(Error::Order { call, why: "switched off in the engine's options".into() });
         }
-        let held = match self.reserve(step, bucket, Some(running.serial()))? {
+        let held = match self.reserve(step, bucket, Some(running.serial()), None)? {
             Admission::Admitted(held) => held,
             Admission::NotReady(refusal) => return Ok(Admission::NotReady(refusal)),
             Admission::Refused(refusal) => return Ok(Admission::Refused(refusal)),
@@ -383,7 +398,7 @@ impl Engine {
         let (step, bucket) =
             (Arc::clone(&held.step), held.lease.as_ref().map(|lease| lease.bucket().clone()));
         drop(held);
-        match self.reserve(step, bucket.as_ref(), None).map_err(fail)? {
+        match self.reserve(step, bucket.as_ref(), None, None).map_err(fail)? {
             Admission::Admitted(held) => {
                 let planned = self.plan(AdmittedStep(held)).map_err(|failed| fail(failed.error))?;
                 Ok(Admission::Admitted(planned))
@@ -412,16 +427,18 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes a slot and asks every resource in turn. `after` is the step that this one is planned on top of.
+    /// Takes a slot (`wanted`, or the first free) and asks every resource in turn. `after` is the step that this one is
+    /// planned on top of.
     fn reserve(
         &self,
         step: Arc<Step>,
         bucket: Option<&Bucket>,
         after: Option<StepSerial>,
+        wanted: Option<Slot>,
     ) -> Result<Admission<Held>> {
         self.check_names(&step)?;
         let serial = StepSerial(NEXT_SERIAL.fetch_add(1, Ordering::Relaxed));
-        let slot = self.take_slot(serial, after)?;
+        let slot = self.take_slot(serial, after, wanted)?;
         let lease = bucket.map(|bucket| Lease::new(bucket.clone(), slot));
         let cx =
             StepContext { serial, slot, preplan: after.is_some(), bucket: lease.as_ref().map(Lease::shape) };
@@ -456,25 +473,25 @@ impl Engine {
         self.shared.resources.iter().find(|r| r.name() == name)
     }
 
-    fn take_slot(&self, serial: StepSerial, after: Option<StepSerial>) -> Result<Slot> {
+    fn take_slot(&self, serial: StepSerial, after: Option<StepSerial>, wanted: Option<Slot>) -> Result<Slot> {
         let mut outstanding = self.shared.lock();
-        let (call, why) = match (after, outstanding.as_slice()) {
-            (None, []) => ("", ""),
-            (Some(before), [only]) if only.serial == before => ("", ""),
-            (None, _) => (
-                "Engine::admit",
-                "a step is outstanding; commit, abort, promote or clear it, or preplan this one",
-            ),
-            (Some(_), [_, _, ..]) => {
-                ("Engine::preplan", "two steps are outstanding; promote or clear one first")
+        let refuse = |call, why: &str| Err(Error::Order { call, why: why.into() });
+        match (after, outstanding.as_slice()) {
+            (None, []) => {}
+            (Some(before), [only]) if only.serial == before => {}
+            (None, _) => {
+                let why = "a step is outstanding; commit, abort, promote or clear it, or preplan this one";
+                return refuse("Engine::admit", why);
             }
-            (Some(_), _) => ("Engine::preplan", "the step given is not the one that is outstanding"),
-        };
-        if !why.is_empty() {
-            return Err(Error::Order { call, why: why.into() });
+            (Some(_), [_, _, ..]) => {
+                return refuse("Engine::preplan", "two steps are outstanding; promote or clear one first");
+            }
+            (Some(_), _) => {
+                return refuse("Engine::preplan", "the step given is not the one that is outstanding");
+            }
         }
-        let free =
-            (0..self.shared.options.slots).map(Slot).find(|s| outstanding.iter().all(|o| o.slot != *s));
+        let mut slots = (0..self.slots()).map(Slot);
+        let free = slots.find(|s| wanted.is_none_or(|w| w == *s) && outstanding.iter().all(|o| o.slot != *s));
         let slot = free.ok_or_else(|| Error::Invariant("no slot is free with so few steps".into()))?;
         outstanding.push(Outstanding { serial, slot, reserved: 0 });
         Ok(slot)
