@@ -435,7 +435,7 @@ impl Engine {
         bucket: Option<&Bucket>,
         after: Option<StepSerial>,
         wanted: Option<Slot>,
-    ) -> Result<Admission<Held>> {
+    ) -> Result<Admission<Box<Held>>> {
         self.check_names(&step)?;
         let serial = StepSerial(NEXT_SERIAL.fetch_add(1, Ordering::Relaxed));
         let slot = self.take_slot(serial, after, wanted)?;
@@ -443,7 +443,7 @@ impl Engine {
         let cx =
             StepContext { serial, slot, preplan: after.is_some(), bucket: lease.as_ref().map(Lease::shape) };
         // The token exists before the first reservation, so whatever happens below is undone by its drop.
-        let held = Held { shared: Arc::clone(&self.shared), step, cx, lease };
+        let held = Box::new(Held { shared: Arc::clone(&self.shared), step, cx, lease });
         self.fence(slot)?;
         for (i, resource) in self.shared.resources.iter().enumerate() {
             let outcome =
@@ -623,7 +623,7 @@ impl fmt::Debug for Engine {
 }
 
 /// A step that is given up: admitted, or planned.
-pub struct Abandoned(#[allow(dead_code, reason = "dropping it is what rolls the step back")] Held);
+pub struct Abandoned(#[allow(dead_code, reason = "dropping it is what rolls the step back")] Box<Held>);
 
 impl fmt::Debug for Abandoned {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -32,7 +32,7 @@ macro_rules! token {
     ($(#[$doc:meta])* $must:literal $token:ident) => {
         $(#[$doc])*
         #[must_use = $must]
-        pub struct $token(pub(super) Held);
+        pub struct $token(pub(super) Box<Held>);
 
         impl $token {
             /// The step's number.

@@ -488,8 +488,7 @@ fn f19_a_slot_is_fenced_before_it_is_planned_again_unless_preplans_alternate() {
         for _ in 0..3 {
             world.engine.commit(world.planned()).unwrap();
         }
-        let waits = fence.0.lock().unwrap().clone();
-        waits
+        fence.0.lock().unwrap().clone()
     };
     assert_eq!(run(true, false), [Slot(0), Slot(0)], "not before the first use");
     assert!(run(false, false).is_empty());
