@@ -20,9 +20,11 @@ pub mod cpu;
 pub mod device;
 pub mod dtype;
 pub mod error;
+pub mod lse;
 pub mod mutant;
 pub mod reference;
 pub mod stream;
+pub mod synth;
 pub mod view;
 
 pub use buffer::Buffer;
