@@ -104,8 +104,38 @@ impl Node {
         &self.value
     }
 
+    /// The value, for overrides; paths are given anew afterwards.
+    #[cfg(feature = "yaml")]
     pub(super) fn value_mut(&mut self) -> &mut Value {
         &mut self.value
+    }
+
+    /// Gives the whole tree the place of a value from the command line.
+    #[cfg(feature = "yaml")]
+    pub(super) fn forget_places(&mut self) {
+        self.place = Place::default();
+        match &mut self.value {
+            Value::List(items) => items.iter_mut().for_each(Node::forget_places),
+            Value::Map(entries) => entries.iter_mut().for_each(|entry| {
+                entry.place = Place::default();
+                entry.value.forget_places();
+            }),
+            Value::Null | Value::Scalar(_) => {}
+        }
+    }
+
+    /// Values, bytes of text and levels of the tree.
+    #[cfg(feature = "yaml")]
+    pub(super) fn size(&self) -> (usize, usize, usize) {
+        let children: Vec<(usize, usize, usize)> = match &self.value {
+            Value::Null => return (1, 0, 0),
+            Value::Scalar(scalar) => return (1, scalar.text.len(), 0),
+            Value::List(items) => items.iter().map(Node::size).collect(),
+            Value::Map(entries) => {
+                entries.iter().map(|e| e.value.size()).collect()
+            }
+        };
+        children.iter().fold((1, 0, 1), |all, c| (all.0 + c.0, all.1 + c.1, all.2.max(c.2 + 1)))
     }
 
     /// The value of a map's key.
