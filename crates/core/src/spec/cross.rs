@@ -100,7 +100,9 @@ fn check_workload(spec: &Spec, workload: &WorkloadSpec, node: &Node, faults: &Fa
             }
             (Some(_), None) => {
                 let at = node.get("context_len").unwrap_or(node);
-                faults.push(at.error("has no effect without an attention resource of backend cross; remove it"));
+                faults.push(
+                    at.error("has no effect without an attention resource of backend cross; remove it"),
+                );
             }
             _ => {}
         },

@@ -13,8 +13,18 @@ pub struct Section {
 pub static SPEC: Section = Section {
     name: "the spec",
     keys: &[
-        "name", "device", "dtype", "seed", "schedule", "fallback", "kernels", "world_size", "model", "resources",
-        "graph", "workload",
+        "name",
+        "device",
+        "dtype",
+        "seed",
+        "schedule",
+        "fallback",
+        "kernels",
+        "world_size",
+        "model",
+        "resources",
+        "graph",
+        "workload",
     ],
 };
 
@@ -22,8 +32,18 @@ pub static SPEC: Section = Section {
 pub static MODEL: Section = Section {
     name: "model",
     keys: &[
-        "layers", "num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "kv_lora_rank", "qk_rope_head_dim",
-        "sm_scale", "window_left", "logits_soft_cap", "sinks", "alibi",
+        "layers",
+        "num_qo_heads",
+        "num_kv_heads",
+        "head_dim",
+        "head_dim_vo",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "sm_scale",
+        "window_left",
+        "logits_soft_cap",
+        "sinks",
+        "alibi",
     ],
 };
 
@@ -31,8 +51,17 @@ pub static MODEL: Section = Section {
 pub static KV: Section = Section {
     name: "a resource of kind kv",
     keys: &[
-        "kind", "depends_on", "layout", "dtype", "page_size", "max_num_pages", "max_seq_len", "prefix_cache",
-        "retention", "planes", "host_pages",
+        "kind",
+        "depends_on",
+        "layout",
+        "dtype",
+        "page_size",
+        "max_num_pages",
+        "max_seq_len",
+        "prefix_cache",
+        "retention",
+        "planes",
+        "host_pages",
     ],
 };
 
@@ -64,8 +93,21 @@ pub static GRAPH: Section = Section { name: "graph", keys: &["buckets", "slots"]
 pub static SYNTHETIC: Section = Section {
     name: "a workload of kind synthetic",
     keys: &[
-        "kind", "max_batch", "chunked_prefill", "max_steps", "step_ms", "preplan", "requests", "arrivals",
-        "prompt_len", "output_len", "shared_prefixes", "forks", "denoise", "tree", "context_len",
+        "kind",
+        "max_batch",
+        "chunked_prefill",
+        "max_steps",
+        "step_ms",
+        "preplan",
+        "requests",
+        "arrivals",
+        "prompt_len",
+        "output_len",
+        "shared_prefixes",
+        "forks",
+        "denoise",
+        "tree",
+        "context_len",
     ],
 };
 
@@ -73,8 +115,19 @@ pub static SYNTHETIC: Section = Section {
 pub static TRACE: Section = Section {
     name: "a workload of kind trace",
     keys: &[
-        "kind", "max_batch", "chunked_prefill", "max_steps", "step_ms", "preplan", "file", "format", "requests",
-        "skip", "time_scale", "length_scale", "block_tokens",
+        "kind",
+        "max_batch",
+        "chunked_prefill",
+        "max_steps",
+        "step_ms",
+        "preplan",
+        "file",
+        "format",
+        "requests",
+        "skip",
+        "time_scale",
+        "length_scale",
+        "block_tokens",
     ],
 };
 
@@ -104,8 +157,23 @@ pub static TREE: Section = Section { name: "tree", keys: &["branching"] };
 
 /// All of them; what a misplaced key is looked up in.
 static ALL: &[&Section] = &[
-    &SPEC, &MODEL, &KV, &ATTENTION, &DSA, &RING, &GRAPH, &TRACE, &SYNTHETIC, &PLANE, &ARRIVALS, &LENGTHS,
-    &LOGNORMAL, &SHARED_PREFIXES, &FORKS, &DENOISE, &TREE,
+    &SPEC,
+    &MODEL,
+    &KV,
+    &ATTENTION,
+    &DSA,
+    &RING,
+    &GRAPH,
+    &TRACE,
+    &SYNTHETIC,
+    &PLANE,
+    &ARRIVALS,
+    &LENGTHS,
+    &LOGNORMAL,
+    &SHARED_PREFIXES,
+    &FORKS,
+    &DENOISE,
+    &TREE,
 ];
 
 /// What to say of `key`, which `section` does not have: the key meant, the section it belongs to, or what there is.
@@ -140,7 +208,9 @@ pub fn nearest<'a>(got: &str, names: impl Iterator<Item = &'a str>) -> Option<&'
     let got = got.to_lowercase();
     names
         .map(|name| (strsim::damerau_levenshtein(&got, name), name))
-        .filter(|&(distance, name)| distance <= (name.len().max(got.len()) / 3).max(1) && distance < name.len())
+        .filter(|&(distance, name)| {
+            distance <= (name.len().max(got.len()) / 3).max(1) && distance < name.len()
+        })
         .min_by_key(|&(distance, _)| distance)
         .map(|(_, name)| name)
 }

@@ -11,7 +11,7 @@
 //! | `fields`, `scalar` | a map read key by key, every fault gathered |
 //! | [`keys`] | every key of every section, and the nearest name for one that is not there |
 //! | [`model`], [`resources`], [`workload`], `settled` | the sections as types |
-//! | `cross`, [`order`] | checks between sections; dependencies first |
+//! | `cross` | checks between sections |
 //! | `fault` | what a refusal says |
 
 mod cross;
@@ -20,7 +20,6 @@ mod fields;
 pub mod keys;
 pub mod model;
 mod node;
-pub mod order;
 #[cfg(feature = "yaml")]
 mod overrides;
 pub mod resources;
@@ -40,3 +39,6 @@ pub use overrides::set;
 pub use resources::{AttentionSpec, DsaSpec, KvSpec, ResourceKind, ResourceSpec, RingSpec};
 pub use settled::{DeviceChoice, Fallback, GraphSpec, KernelFamily, Schedule, Spec};
 pub use workload::WorkloadSpec;
+
+#[cfg(all(test, feature = "yaml"))]
+mod tests;

@@ -1,6 +1,5 @@
 //! The model's attention geometry.
 
-
 use super::Fields;
 
 /// Heads, on one rank or on all.
@@ -102,8 +101,15 @@ impl ModelSpec {
             f.fault_at("qk_rope_head_dim", "has no effect without kv_lora_rank; remove it");
         }
         let default_scale = head_dim.map(|d| (d as f64).powf(-0.5));
-        if given_scale.is_none() && default_scale.is_none() && f.node().get("sm_scale").is_none() && f.is_map() {
-            f.fault_at("sm_scale", "missing; a latent cache does not say the width that its default is made of");
+        if given_scale.is_none()
+            && default_scale.is_none()
+            && f.node().get("sm_scale").is_none()
+            && f.is_map()
+        {
+            f.fault_at(
+                "sm_scale",
+                "missing; a latent cache does not say the width that its default is made of",
+            );
         }
         f.finish("here");
         Some(ModelSpec {
@@ -131,5 +137,3 @@ fn read_window(f: &mut Fields<'_>) -> Option<usize> {
     }
     f.count_opt("window_left", 0..=i32::MAX as u64)
 }
-
-

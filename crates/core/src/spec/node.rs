@@ -131,9 +131,7 @@ impl Node {
             Value::Null => return (1, 0, 0),
             Value::Scalar(scalar) => return (1, scalar.text.len(), 0),
             Value::List(items) => items.iter().map(Node::size).collect(),
-            Value::Map(entries) => {
-                entries.iter().map(|e| e.value.size()).collect()
-            }
+            Value::Map(entries) => entries.iter().map(|e| e.value.size()).collect(),
         };
         children.iter().fold((1, 0, 1), |all, c| (all.0 + c.0, all.1 + c.1, all.2.max(c.2 + 1)))
     }

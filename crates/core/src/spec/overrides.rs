@@ -21,7 +21,7 @@ pub fn set(root: &mut Node, assignment: &str) -> Result<(), SpecError> {
         return Err(refuse(path, "expected a key path such as resources.kv.page_size".into()));
     }
     let new = read_value(path, text.trim())?;
-    let mut at = root;
+    let mut at = &mut *root;
     for (depth, key) in keys.iter().enumerate() {
         if *at.value() == Value::Null {
             *at.value_mut() = Value::Map(Vec::new());
@@ -101,7 +101,7 @@ mod tests {
         check("workload", "--set workload: expected key=value, such as workload.requests=20");
         check("a..b=1", "--set a..b: expected a key path such as resources.kv.page_size");
         check("workload.file.x=1", "--set workload.file.x: workload.file is a.csv, which has no keys");
-        check("graph.buckets=[1", "--set graph.buckets: not YAML: while parsing a flow sequence, did not find expected ',' or ']'");
+        check("graph.buckets=[1", "--set graph.buckets: not YAML: unclosed bracket '['");
         check("graph={slots: 1, slots: 2}", "--set graph: given twice; the first is on line 1");
     }
 }

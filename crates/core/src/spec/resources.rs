@@ -198,8 +198,10 @@ struct Names<'a> {
 impl Names<'_> {
     fn add(&mut self, name: &str, at: &Node, faults: &super::Faults) -> Option<ResourceName> {
         if !self.others.contains(&name) {
-            let hint = keys::nearest(name, self.others.iter().copied())
-                .map_or_else(|| format!("there is {}", self.others.join(", ")), |n| format!("did you mean {n}?"));
+            let hint = keys::nearest(name, self.others.iter().copied()).map_or_else(
+                || format!("there is {}", self.others.join(", ")),
+                |n| format!("did you mean {n}?"),
+            );
             faults.push(at.error(format!("no resource is called {}; {}", clip(name), clip(&hint))));
             return None;
         }
@@ -210,7 +212,12 @@ impl Names<'_> {
         Some(name)
     }
 
-    fn text(&mut self, f: &mut Fields<'_>, key: &'static str, faults: &super::Faults) -> Option<ResourceName> {
+    fn text(
+        &mut self,
+        f: &mut Fields<'_>,
+        key: &'static str,
+        faults: &super::Faults,
+    ) -> Option<ResourceName> {
         let name = f.text_opt(key)?;
         self.add(name, f.node().get(key)?, faults)
     }

@@ -60,8 +60,7 @@ pub(super) fn real(node: &Node, range: &RangeInclusive<f64>) -> Result<f64, Stri
 
 /// `true` or `false`.
 pub(super) fn flag(node: &Node) -> Result<bool, String> {
-    let refuse =
-        |cure: &str| Err(format!("expected true or false, got {}{cure}", node.describe()));
+    let refuse = |cure: &str| Err(format!("expected true or false, got {}{cure}", node.describe()));
     let Some(Scalar { text, quoted }) = node.scalar() else { return refuse("") };
     match (text.as_str(), quoted) {
         ("true", false) => Ok(true),
@@ -102,7 +101,10 @@ mod tests {
     fn numbers_are_digits_in_range() {
         let check = |node: Node, expected: &str| {
             let got = whole(&node, &(1..=4096)).map_or_else(|why| why, |n| n.to_string());
-            assert_eq!(got.strip_prefix("expected a whole number from 1 to 4096, ").unwrap_or(&got), expected);
+            assert_eq!(
+                got.strip_prefix("expected a whole number from 1 to 4096, ").unwrap_or(&got),
+                expected
+            );
         };
         check(plain("16"), "16");
         check(plain("0016"), "16");

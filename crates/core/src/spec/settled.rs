@@ -6,8 +6,9 @@ use super::model::ModelSpec;
 use super::node::clip;
 use super::resources::{self, FLOATS, ResourceKind, ResourceSpec, Surroundings};
 use super::workload::{WorkloadKind, WorkloadSpec};
-use super::{Faults, Fields, Node, SpecErrors, keys, order};
-use crate::ResourceName;
+use super::{Faults, Fields, Node, SpecErrors, keys};
+use crate::resource::dependency_order;
+use crate::{Error, ResourceName};
 
 /// A spec.
 #[derive(Clone, Debug, PartialEq)]
@@ -197,8 +198,7 @@ fn read(root: &Node, faults: &Faults) -> Option<Spec> {
     let schedule = f.word_or("schedule", Schedule::Invariant, &schedules);
     let fallbacks = [("refuse", Fallback::Refuse), ("reference", Fallback::Reference)];
     let fallback = f.word_or("fallback", Fallback::Refuse, &fallbacks);
-    let families =
-        [("auto", KernelFamily::Auto), ("mma", KernelFamily::Mma), ("wgmma", KernelFamily::Wgmma)];
+    let families = [("auto", KernelFamily::Auto), ("mma", KernelFamily::Mma), ("wgmma", KernelFamily::Wgmma)];
     let kernels = f.word_or("kernels", KernelFamily::Auto, &families);
     let world_size = f.count_or("world_size", 1, 1..=4096);
     let model = match f.required("model") {
@@ -256,15 +256,19 @@ fn read_resources(node: &Node, around: Surroundings<'_>, faults: &Faults) -> Opt
         })
         .collect();
     let read: Vec<ResourceSpec> = read.into_iter().collect::<Option<_>>()?;
-    let index_of = |name: &ResourceName| read.iter().position(|other| other.name == *name);
-    let depends_on: Vec<Vec<usize>> =
-        read.iter().map(|resource| resource.depends_on.iter().filter_map(index_of).collect()).collect();
-    match order::sort(&depends_on) {
+    let declared: Vec<(ResourceName, Vec<ResourceName>)> =
+        read.iter().map(|resource| (resource.name.clone(), resource.depends_on.clone())).collect();
+    match dependency_order(&declared) {
         Ok(order) => Some(order.into_iter().map(|index| read[index].clone()).collect()),
-        Err(cycle) => {
-            let walk: Vec<&str> = cycle.iter().map(|&index| names[index]).collect();
+        Err(Error::DependencyCycle { path }) => {
+            let walk: Vec<&str> = path.iter().map(ResourceName::as_str).collect();
+            let first = entries.iter().find(|entry| Some(&entry.key.as_str()) == walk.first());
             let why = format!("{} depend on one another; remove one of them", walk.join(" -> "));
-            faults.push(entries[cycle[0]].value.error(why));
+            faults.push(first.map_or(node, |entry| &entry.value).error(why));
+            None
+        }
+        Err(other) => {
+            faults.push(node.error(other.to_string()));
             None
         }
     }

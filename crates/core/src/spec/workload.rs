@@ -307,7 +307,11 @@ fn read_lengths(node: &Node, faults: &Faults) -> Option<Lengths> {
             faults.push(node.error(format!("expected a list of 1 to 4096 lengths, got {}", node.describe())));
             return None;
         }
-        return items.iter().map(|item| keep(item).map(|n| n as usize)).collect::<Option<_>>().map(Lengths::List);
+        return items
+            .iter()
+            .map(|item| keep(item).map(|n| n as usize))
+            .collect::<Option<_>>()
+            .map(Lengths::List);
     }
     if node.entries().is_none() {
         return keep(node).map(|n| Lengths::Fixed(n as usize));
@@ -350,7 +354,9 @@ fn read_forks(mut f: Fields<'_>, faults: &Faults) -> Option<Forks> {
     let mut seen: Vec<String> = Vec::new();
     for (label, at) in labels.iter().flatten() {
         if *label == "main" || *label == "context" {
-            faults.push(at.error(format!("{label} is the name of a stream that every request may have; choose another")));
+            faults.push(at.error(format!(
+                "{label} is the name of a stream that every request may have; choose another"
+            )));
         } else if seen.iter().any(|other| other == label) {
             faults.push(at.error(format!("{} is listed twice", clip(label))));
         }

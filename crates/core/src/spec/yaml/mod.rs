@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 
-use serde_yaml::granit_parser::{Event, Parser, ScalarStyle, ScanError, Span};
+use serde_yaml::granit_parser::{ErrorKind, Event, Parser, ScalarStyle, ScanError, Span};
 
 use super::node::{Entry, clip};
 use super::{Faults, Node, Place, Scalar, SpecError, Value};
@@ -30,9 +30,14 @@ const MAX_KEY: usize = 64;
 /// Bytes that are not UTF-8, text that is not YAML, another number of documents than one, a root that is not a map, or
 /// a limit of this module.
 pub fn read(bytes: &[u8], faults: &Faults) -> Result<Node, SpecError> {
-    let whole = |line: usize, column: usize, why: String| SpecError { path: String::new(), line, column, why };
+    let whole =
+        |line: usize, column: usize, why: String| SpecError { path: String::new(), line, column, why };
     if bytes.len() > MAX_BYTES {
-        return Err(whole(0, 0, format!("expected at most {MAX_BYTES} bytes, got more; a spec is a short text")));
+        return Err(whole(
+            0,
+            0,
+            format!("expected at most {MAX_BYTES} bytes, got more; a spec is a short text"),
+        ));
     }
     let text = std::str::from_utf8(bytes).map_err(|error| {
         let before = &bytes[..error.valid_up_to()];
@@ -58,10 +63,14 @@ pub fn read(bytes: &[u8], faults: &Faults) -> Result<Node, SpecError> {
 /// As [`read`], without the root having to be a map; the place is that of a value from the command line.
 pub fn value(text: &str, faults: &Faults) -> Result<Node, SpecError> {
     if text.len() > MAX_BYTES {
-        return Err(SpecError { path: String::new(), line: 0, column: 0, why: "the value is too long".into() });
+        return Err(SpecError {
+            path: String::new(),
+            line: 0,
+            column: 0,
+            why: "the value is too long".into(),
+        });
     }
-    let mut node =
-        document(text, faults)?.unwrap_or_else(|| Node::new(Place::default(), Value::Null));
+    let mut node = document(text, faults)?.unwrap_or_else(|| Node::new(Place::default(), Value::Null));
     node.forget_places();
     Ok(node)
 }
@@ -149,9 +158,8 @@ impl Builder {
             if text == "<<" && plain {
                 return Err(refuse(place, "merge keys are not read; write the keys out"));
             }
-            if text.is_empty() || text.len() > MAX_KEY {
-                let why = format!("expected a key of 1 to {MAX_KEY} bytes, got {}", text.len());
-                return Err(refuse(place, why));
+            if text.is_empty() || text.len() > MAX_KEY || (plain && text == "~") {
+                return Err(refuse(place, format!("expected a key of 1 to {MAX_KEY} bytes")));
             }
             *key = Some((text.to_string(), place));
             return Ok(());
@@ -170,7 +178,7 @@ impl Builder {
             return Err(refuse(place, "expected a word as key, got a map or list"));
         }
         if self.stack.len() >= MAX_DEPTH {
-            return Err(refuse(place, format!("more than {MAX_DEPTH} maps and lists inside one another")));
+            return Err(refuse(place, too_deep()));
         }
         self.spend(place, 1, 0)?;
         self.stack.push(Frame { place, anchor, open });
@@ -194,7 +202,7 @@ impl Builder {
             return Err(refuse(place, "an alias inside the value that it repeats"));
         };
         if self.stack.len() + found.height > MAX_DEPTH {
-            return Err(refuse(place, format!("more than {MAX_DEPTH} maps and lists inside one another")));
+            return Err(refuse(place, too_deep()));
         }
         let (nodes, text) = (found.nodes, found.text);
         self.spend(place, nodes, text)?;
@@ -274,7 +282,14 @@ fn untagged(place: Place, tagged: bool) -> Result<(), SpecError> {
 fn unreadable(error: ScanError) -> SpecError {
     let at = error.marker();
     let place = Place { line: at.line().max(1), column: at.col() + 1 };
-    refuse(place, format!("not YAML: {}", clip_long(&error.info())))
+    match error.kind() {
+        ErrorKind::RecursionLimitExceeded => refuse(place, too_deep()),
+        _ => refuse(place, format!("not YAML: {}", clip_long(&error.info()))),
+    }
+}
+
+fn too_deep() -> String {
+    format!("more than {MAX_DEPTH} maps and lists inside one another")
 }
 
 /// The parser's message on one line.
