@@ -1,5 +1,11 @@
 //! `mstar run`.
 
+mod content;
+mod event;
+mod scheduler;
+mod script;
+mod workload;
+
 use crate::exit::Exit;
 
 /// Arguments of `mstar run`.

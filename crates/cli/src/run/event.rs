@@ -1,0 +1,118 @@
+//! What happened in a run, in order: the log that reports carry and that a model of the prefix index replays.
+
+use mstar_core::RequestId;
+use serde::Serialize;
+
+use super::script::Walk;
+
+/// One event. `step` counts the steps that had committed before it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub(crate) enum Event {
+    /// A request entered.
+    Admit {
+        /// When.
+        step: u64,
+        /// Who.
+        #[serde(serialize_with = "text")]
+        request: RequestId,
+        /// Its prompt.
+        prompt_tokens: usize,
+        /// Prompt tokens that the prefix index had.
+        hit_tokens: usize,
+    },
+    /// Tokens of a request became part of its streams.
+    Commit {
+        /// When.
+        step: u64,
+        /// Who.
+        #[serde(serialize_with = "text")]
+        request: RequestId,
+        /// In which kind of forward.
+        #[serde(serialize_with = "walk_name")]
+        walk: Walk,
+        /// Tokens, over all its streams.
+        tokens: usize,
+    },
+    /// A page was offered to the prefix index and kept by it.
+    Index {
+        /// When.
+        step: u64,
+        /// The page.
+        page: u32,
+        /// Who filled it.
+        #[serde(serialize_with = "text")]
+        request: RequestId,
+        /// Which of its pages: tokens `ordinal * page_size ..` of its stream.
+        ordinal: usize,
+    },
+    /// The prefix index let a page go, so that somebody else could have it.
+    Evict {
+        /// When.
+        step: u64,
+        /// The page.
+        page: u32,
+    },
+    /// A request's pages went to the host.
+    Offload {
+        /// When.
+        step: u64,
+        /// Who.
+        #[serde(serialize_with = "text")]
+        request: RequestId,
+        /// Pages that came free.
+        pages: usize,
+    },
+    /// A request came back.
+    Reload {
+        /// When.
+        step: u64,
+        /// Who.
+        #[serde(serialize_with = "text")]
+        request: RequestId,
+        /// Pages that it took.
+        pages: usize,
+    },
+    /// A request was refused.
+    Refuse {
+        /// When.
+        step: u64,
+        /// Who.
+        #[serde(serialize_with = "text")]
+        request: RequestId,
+        /// Why, with its numbers.
+        why: String,
+    },
+    /// A request ran to its end.
+    Finish {
+        /// When.
+        step: u64,
+        /// Who.
+        #[serde(serialize_with = "text")]
+        request: RequestId,
+    },
+}
+
+impl Event {
+    /// The event as of `now`.
+    pub(crate) fn at(mut self, now: u64) -> Event {
+        let (Event::Admit { step, .. }
+        | Event::Commit { step, .. }
+        | Event::Index { step, .. }
+        | Event::Evict { step, .. }
+        | Event::Offload { step, .. }
+        | Event::Reload { step, .. }
+        | Event::Refuse { step, .. }
+        | Event::Finish { step, .. }) = &mut self;
+        *step = now;
+        self
+    }
+}
+
+fn text<S: serde::Serializer>(request: &RequestId, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(request.as_str())
+}
+
+fn walk_name<S: serde::Serializer>(walk: &Walk, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(walk.name())
+}
