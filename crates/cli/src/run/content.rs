@@ -5,6 +5,8 @@
 //! keys made of these contents are what synthetic Q, K and V are generated from, and what `--verify` rebuilds a row
 //! from.
 
+use mstar_kernels::synth;
+
 /// Where tokens come from. Two tokens are the same exactly when source and index are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Source {
@@ -121,7 +123,7 @@ impl StreamContent {
 
 /// The key of a token whose predecessor has the key `parent`; `None` begins a stream.
 pub(crate) fn chain(parent: Option<u64>, token: u64) -> u64 {
-    mix(parent.unwrap_or(0), token)
+    synth::chain(parent.unwrap_or(synth::ROOT), token)
 }
 
 #[cfg(test)]
