@@ -1,6 +1,6 @@
 //! What happened in a run, in order: the log that reports carry and that a model of the prefix index replays.
 
-use mstar_core::RequestId;
+use mstar_core::{Label, RequestId};
 use serde::Serialize;
 
 use super::script::Walk;
@@ -34,24 +34,27 @@ pub(crate) enum Event {
         /// Tokens, over all its streams.
         tokens: usize,
     },
-    /// A page was offered to the prefix index and kept by it.
+    /// A whole page of a stream was put into the prefix index.
     Index {
         /// When.
         step: u64,
-        /// The page.
-        page: u32,
+        /// The entry's number, never used twice.
+        entry: u64,
         /// Who filled it.
         #[serde(serialize_with = "text")]
         request: RequestId,
-        /// Which of its pages: tokens `ordinal * page_size ..` of its stream.
+        /// On which stream.
+        #[serde(serialize_with = "label_text")]
+        label: Label,
+        /// Which of the stream's pages: its tokens `ordinal * page_size ..`.
         ordinal: usize,
     },
-    /// The prefix index let a page go, so that somebody else could have it.
+    /// The prefix index let an entry go, so that somebody else could have its page.
     Evict {
         /// When.
         step: u64,
-        /// The page.
-        page: u32,
+        /// The entry's number.
+        entry: u64,
     },
     /// A request's pages went to the host.
     Offload {
@@ -115,4 +118,8 @@ fn text<S: serde::Serializer>(request: &RequestId, serializer: S) -> Result<S::O
 
 fn walk_name<S: serde::Serializer>(walk: &Walk, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(walk.name())
+}
+
+fn label_text<S: serde::Serializer>(label: &Label, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(label.as_str())
 }

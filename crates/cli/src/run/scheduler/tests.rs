@@ -108,7 +108,7 @@ impl Machine for Simulated<'_> {
     fn promote(&mut self) -> anyhow::Result<bool> {
         self.promotions += 1;
         let step = self.ahead.take().expect("a step planned ahead");
-        if self.stale_every > 0 && self.promotions % self.stale_every == 0 {
+        if self.stale_every > 0 && self.promotions.is_multiple_of(self.stale_every) {
             return Ok(false);
         }
         self.after(&self.held, &step);
