@@ -3,8 +3,8 @@ use std::time::Duration;
 
 use super::*;
 use crate::attend::Event;
-use crate::resource::{Fingerprint, KvOverrides, Override, PaddedShape};
-use crate::{Refusal, RefusalReason};
+use crate::resource::{Fingerprint, Ingest, KvOverrides, Override, PaddedShape};
+use crate::{Refusal, RefusalReason, RequestId};
 
 /// What a mock does when it is asked.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
