@@ -11,12 +11,19 @@
 //! | [`device`], [`stream`] | where memory lives, and the caller's queue of work |
 //! | [`reference`](mod@reference) | the oracle: every operation in plain f64 loops over raw arrays |
 //! | [`cpu`] | the fast CPU kernels, behind one run-time probe of the instruction set |
+//! | [`cuda`], [`cards`] | the CUDA driver, asked what is there; refuses plainly in a build without it |
 //! | [`work`] | the flat work list that CPU and CUDA executors share |
 //! | [`lse`] | merging partial attention results |
 //! | [`synth`] | the synthetic Q, K and V that any row can be rebuilt from |
 
 pub mod buffer;
+pub mod cards;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "cuda_off.rs"]
+pub mod cuda;
 pub mod device;
 pub mod dtype;
 pub mod error;
