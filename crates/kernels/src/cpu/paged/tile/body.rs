@@ -1,0 +1,313 @@
+//! The kernel's inner room: a block of query rows against one packed key tile.
+//!
+//! Scores `q k^T`, one softmax step, then `o = shrink * o + p v`. Both products are the same micro-kernel: a
+//! block of accumulators (twelve rows by two vectors where there are 32 registers) over panels two vectors
+//! wide, one operand streaming from a panel and the other broadcast. The sum of every accumulator runs over
+//! ascending head elements, or ascending keys, whichever rows share the block.
+
+use super::pack::{self, KeyRows};
+use super::simd::{Portable, Product, Simd, Words};
+use super::softmax;
+
+/// Keys of a tile; tiles lie at multiples of it from absolute position 0.
+pub(crate) const KEY_TILE: usize = 128;
+
+/// Most query rows of a block.
+pub(super) const MAX_ROWS: usize = 12;
+
+/// A packed axis is padded to a multiple of this many words.
+pub(super) const PAD: usize = 16;
+
+/// How raw scores become base-2 logits.
+pub(super) enum Logits {
+    /// Times `sm_scale * log2(e)`, not negative.
+    Scaled(f32),
+    /// Scaled, then capped (0: not), then biased by `slope * (distance + key's index in the tile)`.
+    General { sm_scale: f32, cap: f32, slope: [f32; MAX_ROWS], distance: [f32; MAX_ROWS] },
+}
+
+/// One block of query rows, and the packed tile that it meets. `W` is the panel width, two vectors.
+pub(super) struct Block {
+    /// Rows that exist, at most the body's `ROWS`.
+    pub(super) rows: usize,
+    /// Which keys of the tile each row sees.
+    pub(super) visible: [u128; MAX_ROWS],
+    /// How scores become logits.
+    pub(super) logits: Logits,
+    /// Packed words of a key.
+    pub(super) key_words: usize,
+    /// Value width, in elements.
+    pub(super) dv: usize,
+    /// `[key_words padded, ROWS]`: the block's queries.
+    pub(super) q: *const u32,
+    /// `[KEY_TILE / W, key_words padded, W]`.
+    pub(super) keys: *const u32,
+    /// `[ceil(dv / W), KEY_TILE / PER_WORD, W]`.
+    pub(super) values: *const u32,
+    /// `[ROWS, KEY_TILE]`: scores, then weights.
+    pub(super) scores: *mut f32,
+    /// `[rows]`.
+    pub(super) m: *mut f32,
+    /// `[rows]`.
+    pub(super) l: *mut f32,
+    /// `[rows, dv]`.
+    pub(super) o: *mut f32,
+}
+
+/// The kernel for one instruction set and one kind of operand. Its functions may only be called where the
+/// set is there, which is what makes them unsafe, beside the pointers.
+pub(super) trait Body {
+    /// Query rows of a block.
+    const ROWS: usize;
+    /// Panel width: words that share a row of a packed panel.
+    const WIDTH: usize;
+    /// Tensor elements in a packed word.
+    const PER_WORD: usize;
+
+    /// # Safety
+    /// As [`pack::queries`].
+    unsafe fn pack_queries(rows: &[*const u8], shape: &pack::Packing, to: *mut u32, stage: *mut u32);
+    /// # Safety
+    /// As [`pack::keys`].
+    unsafe fn pack_keys(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32);
+    /// # Safety
+    /// As [`pack::values`].
+    unsafe fn pack_values(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32);
+    /// # Safety
+    /// The pointers of `block` reach as far as [`Block`] says, and nobody else touches what is written.
+    unsafe fn attend(block: &Block);
+}
+
+/// `acc[r][v] += sum over i of a(r, i) * b(i, v)`, with `a(r, i)` at `a + r * ROW + i * STEP` and `b(i, v)` the
+/// `v`-th vector at `b + i * 2 * LANES`.
+///
+/// # Safety
+/// Those words are readable for `i < steps`.
+#[inline(always)]
+unsafe fn multiply<
+    S: Simd,
+    P: Product<S>,
+    const MR: usize,
+    const NV: usize,
+    const ROW: usize,
+    const STEP: usize,
+>(
+    s: S,
+    steps: usize,
+    a: *const u32,
+    b: *const u32,
+    mut acc: [[S::F; NV]; MR],
+) -> [[S::F; NV]; MR] {
+    for i in 0..steps {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let b = b.add(i * 2 * S::LANES).cast::<f32>();
+            let b: [S::F; NV] = std::array::from_fn(|v| s.load(b.add(v * S::LANES)));
+            for r in 0..MR {
+                for v in 0..NV {
+                    acc[r][v] = P::multiply_add(s, acc[r][v], a.add(r * ROW + i * STEP), b[v]);
+                }
+            }
+        }
+    }
+    acc
+}
+
+/// The scores of `MR` rows against `NV` vectors of keys of one panel.
+///
+/// # Safety
+/// As [`Body::attend`]; `panel` is below `KEY_TILE / W`.
+#[inline(always)]
+unsafe fn scores<S: Simd, P: Product<S>, const MB: usize, const MR: usize, const NV: usize>(
+    s: S,
+    block: &Block,
+    panel: usize,
+) {
+    let width = 2 * S::LANES;
+    let panel_words = block.key_words.next_multiple_of(PAD) * width;
+    // SAFETY: the caller's promise; panel `panel` begins `panel` whole panels in.
+    unsafe {
+        let keys = block.keys.add(panel * panel_words);
+        let zero = [[s.splat(0.0); NV]; MR];
+        let acc = multiply::<S, P, MR, NV, 1, MB>(s, block.key_words, block.q, keys, zero);
+        for (r, row) in acc.iter().enumerate() {
+            for (v, &x) in row.iter().enumerate() {
+                s.store(block.scores.add(r * KEY_TILE + panel * width + v * S::LANES), x);
+            }
+        }
+    }
+}
+
+/// `o = shrink * o + p v` for `MR` rows and `NV` vectors of values of one panel, over keys `from..to`.
+///
+/// # Safety
+/// As [`Body::attend`]; `panel` is below `ceil(dv / W)`, and `to` at most `KEY_TILE`.
+#[inline(always)]
+unsafe fn weighted_values<S: Simd, P: Product<S>, const MR: usize, const NV: usize>(
+    s: S,
+    block: &Block,
+    shrink: &[f32; MAX_ROWS],
+    panel: usize,
+    keys: (usize, usize),
+) {
+    let width = 2 * S::LANES;
+    let first = panel * width;
+    let present = (block.dv - first).min(NV * S::LANES);
+    let whole = present == NV * S::LANES && block.rows >= MR;
+    let (from, to) = (keys.0 / P::PER_WORD, keys.1.div_ceil(P::PER_WORD));
+    // SAFETY: the caller's promise. Rows past `block.rows` and elements past `dv` are kept in `edge`.
+    unsafe {
+        // A panel's narrow end and a block's missing rows go through a copy: [MR, NV * LANES].
+        let mut edge = [0f32; MAX_ROWS * 32];
+        let at = |o: *mut f32, edge: *mut f32, r: usize, v: usize| {
+            if whole { o.add(r * block.dv + first + v * S::LANES) } else { edge.add((r * NV + v) * S::LANES) }
+        };
+        if !whole {
+            for r in 0..block.rows.min(MR) {
+                let row = block.o.add(r * block.dv + first);
+                row.copy_to_nonoverlapping(edge.as_mut_ptr().add(r * NV * S::LANES), present);
+            }
+        }
+        let edge_at = edge.as_mut_ptr();
+        let before: [[S::F; NV]; MR] = std::array::from_fn(|r| {
+            std::array::from_fn(|v| s.mul(s.load(at(block.o, edge_at, r, v)), s.splat(shrink[r])))
+        });
+        let values = block.values.add((panel * (KEY_TILE / P::PER_WORD) + from) * width);
+        let weights = block.scores.cast::<u32>().cast_const().add(from);
+        let acc = multiply::<S, P, MR, NV, KEY_TILE, 1>(s, to - from, weights, values, before);
+        for (r, row) in acc.iter().enumerate() {
+            for (v, &x) in row.iter().enumerate() {
+                s.store(at(block.o, edge_at, r, v), x);
+            }
+        }
+        if !whole {
+            for r in 0..block.rows.min(MR) {
+                let row = block.o.add(r * block.dv + first);
+                row.copy_from_nonoverlapping(edge.as_ptr().add(r * NV * S::LANES), present);
+            }
+        }
+    }
+}
+
+/// The block's step with its rows rounded up to `MR`.
+///
+/// # Safety
+/// As [`Body::attend`].
+#[inline(always)]
+unsafe fn step<S: Simd, P: Product<S>, const MB: usize, const MR: usize>(s: S, block: &Block) {
+    let union = block.visible[..block.rows].iter().fold(0, |all, bits| all | bits);
+    if union == 0 {
+        return;
+    }
+    let (from, to) = (union.trailing_zeros() as usize, 128 - union.leading_zeros() as usize);
+    let width = 2 * S::LANES;
+    // SAFETY: `to` is at most KEY_TILE, so the panels exist; the rest is the caller's promise.
+    unsafe {
+        for panel in from / width..to.div_ceil(width) {
+            if to - panel * width > S::LANES {
+                scores::<S, P, MB, MR, 2>(s, block, panel);
+            } else {
+                scores::<S, P, MB, MR, 1>(s, block, panel);
+            }
+        }
+        let shrink = softmax::weigh::<S, P>(s, block, union);
+        for panel in 0..block.dv.div_ceil(width) {
+            if block.dv - panel * width > S::LANES {
+                weighted_values::<S, P, MR, 2>(s, block, &shrink, panel, (from, to));
+            } else {
+                weighted_values::<S, P, MR, 1>(s, block, &shrink, panel, (from, to));
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`Body::attend`].
+#[inline(always)]
+unsafe fn attend<S: Simd, P: Product<S>, const MB: usize>(s: S, block: &Block) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if MB > 8 && block.rows > 8 {
+            step::<S, P, MB, 12>(s, block);
+        } else if MB > 4 && block.rows > 4 {
+            step::<S, P, MB, 8>(s, block);
+        } else {
+            step::<S, P, MB, 4>(s, block);
+        }
+    }
+}
+
+macro_rules! body {
+    ($(#[$doc:meta])* $name:ident, $token:expr, $simd:ty, $product:ty, $rows:literal $(, $features:literal)?) => {
+        $(#[$doc])*
+        pub(super) struct $name;
+
+        impl Body for $name {
+            const ROWS: usize = $rows;
+            const WIDTH: usize = 2 * <$simd as Simd>::LANES;
+            const PER_WORD: usize = <$product as Product<$simd>>::PER_WORD;
+
+            unsafe fn pack_queries(rows: &[*const u8], shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+                $(#[target_feature(enable = $features)])?
+                unsafe fn inner(rows: &[*const u8], shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+                    // SAFETY: the caller's promise.
+                    unsafe { pack::queries::<$simd, $product, $rows>($token, rows, shape, to, stage) }
+                }
+                // SAFETY: the caller's promise.
+                unsafe { inner(rows, shape, to, stage) }
+            }
+
+            unsafe fn pack_keys(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+                $(#[target_feature(enable = $features)])?
+                unsafe fn inner(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+                    // SAFETY: the caller's promise.
+                    unsafe { pack::keys::<$simd, $product>($token, rows, shape, to, stage) }
+                }
+                // SAFETY: the caller's promise.
+                unsafe { inner(rows, shape, to, stage) }
+            }
+
+            unsafe fn pack_values(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+                $(#[target_feature(enable = $features)])?
+                unsafe fn inner(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+                    // SAFETY: the caller's promise.
+                    unsafe { pack::values::<$simd, $product>($token, rows, shape, to, stage) }
+                }
+                // SAFETY: the caller's promise.
+                unsafe { inner(rows, shape, to, stage) }
+            }
+
+            unsafe fn attend(block: &Block) {
+                $(#[target_feature(enable = $features)])?
+                unsafe fn inner(block: &Block) {
+                    // SAFETY: the caller's promise.
+                    unsafe { attend::<$simd, $product, $rows>($token, block) }
+                }
+                // SAFETY: the caller's promise.
+                unsafe { inner(block) }
+            }
+        }
+    };
+}
+
+body!(
+    /// Plain Rust.
+    PortableBody, Portable, Portable, Words, 4
+);
+#[cfg(target_arch = "x86_64")]
+body!(
+    /// AVX2 and FMA, f32 words.
+    Avx2Body, super::simd::Avx2::new(), super::simd::Avx2, Words, 4, "avx2,fma,f16c"
+);
+#[cfg(target_arch = "x86_64")]
+body!(
+    /// AVX-512, f32 words.
+    Avx512Body, super::simd::Avx512::new(), super::simd::Avx512, Words, 12,
+    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"
+);
+#[cfg(target_arch = "x86_64")]
+body!(
+    /// AVX-512 with BF16 dot products, words of two bf16.
+    Bf16Body, super::simd::Avx512::new(), super::simd::Avx512, super::simd::Bf16Pairs, 12,
+    "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"
+);

@@ -1,0 +1,269 @@
+//! Prefill and append: a tile of queries against the keys of its row, as FlashAttention does it (Dao et al.,
+//! 2022; Dao, 2023), for processors.
+//!
+//! [`accumulate`] walks the key tiles in ascending order. It gathers a tile's keys and values from their
+//! pages into panels, once for all query rows, then takes the rows in blocks: scores, one step of the running
+//! softmax, weighted values. Key tiles lie at multiples of [`KEY_TILE`] from absolute position 0 and a tile
+//! that a row does not see leaves the row's state as it was, bit for bit; so causal and window skipping,
+//! retention, page placement and whatever shares the tile change no bit of a row.
+//!
+//! bf16 tensors are multiplied as bf16 where the machine can (weights rounded to bf16 before the value
+//! product, every sum in f32); otherwise everything is widened to f32 when it is packed.
+
+mod body;
+mod job;
+mod pack;
+mod simd;
+mod softmax;
+#[cfg(test)]
+mod tests;
+
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+pub(crate) use body::KEY_TILE;
+use body::{Block, Body, Logits, MAX_ROWS, PAD, PortableBody};
+#[allow(unused_imports)] // With the executor.
+pub(crate) use job::{RowMask, TileJob, TileState};
+
+use crate::cpu::Isa;
+use crate::mutant::planted;
+use crate::{DType, TensorRef};
+
+/// Query tokens of a tile, for a row of `q_len` queries of which `group` heads share a KV head: long rows
+/// take about 192 query rows a tile, which pays for packing the keys, short ones 96, which gives each
+/// processor something to do. Tiles lie at multiples of it from the row's first query.
+pub(crate) fn tile_tokens(q_len: usize, group: usize) -> usize {
+    let rows = if q_len.saturating_mul(group) >= 768 { 192 } else { 96 };
+    (rows / group.max(1)).max(1)
+}
+
+/// Words of scratch that [`accumulate`] needs for a tile of `rows` (tokens times group) query rows of width
+/// `head_dim_qk` and values of width `head_dim_vo`, whatever the instruction set and dtype.
+pub(crate) fn scratch_words(rows: usize, head_dim_qk: usize, head_dim_vo: usize) -> usize {
+    let (dk, dv) = (head_dim_qk.next_multiple_of(PAD), head_dim_vo.next_multiple_of(2 * PAD));
+    let queries = rows.next_multiple_of(MAX_ROWS) * dk + PAD;
+    let stage = PAD * dk.max(dv);
+    // Every area begins at a multiple of 16 words, after the first 64-byte boundary.
+    queries + KEY_TILE * (dk + dv) + MAX_ROWS * KEY_TILE + stage + 6 * PAD
+}
+
+/// Brings `state` up to date with the row's keys at absolute positions `keys`: as many calls as one likes, over
+/// ascending ranges that meet at multiples of [`KEY_TILE`], give the bits of one call over all of them.
+///
+/// # Panics
+/// When the job contradicts itself: tensors of another rank or width than each other, a page outside the
+/// cache or missing from `pages`, state or scratch too short, an `isa` that this machine lacks. Plans are
+/// checked before they come here.
+pub(crate) fn accumulate(
+    isa: Isa,
+    job: &TileJob<'_>,
+    keys: Range<usize>,
+    state: &mut TileState<'_>,
+    scratch: &mut [u32],
+) {
+    assert!(isa.is_supported(), "{isa} does not run here");
+    let bf16 = [job.q, job.k, job.v].iter().all(|tensor| tensor.dtype() == DType::Bf16);
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16 if bf16 => drive::<body::Bf16Body>(job, keys, state, scratch),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Bf16 | Isa::Avx512 => drive::<body::Avx512Body>(job, keys, state, scratch),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2Fma => drive::<body::Avx2Body>(job, keys, state, scratch),
+        // Advanced SIMD is part of every AArch64, so the plain body is compiled for it.
+        _ => {
+            let _ = bf16;
+            drive::<PortableBody>(job, keys, state, scratch);
+        }
+    }
+}
+
+/// The scratch, cut into its areas.
+struct Areas {
+    queries: *mut u32,
+    keys: *mut u32,
+    values: *mut u32,
+    scores: *mut f32,
+    stage: *mut u32,
+}
+
+impl Areas {
+    fn cut(scratch: &mut [u32], rows: usize, dk: usize, dv: usize) -> Areas {
+        let needed = scratch_words(rows, dk, dv);
+        assert!(scratch.len() >= needed, "tile scratch: {needed} words needed, {} there", scratch.len());
+        let (dk, dv) = (dk.next_multiple_of(PAD), dv.next_multiple_of(2 * PAD));
+        let base = scratch.as_mut_ptr();
+        let mut next = base.align_offset(64).min(PAD);
+        let mut take = |words: usize| {
+            let at = base.wrapping_add(next);
+            next += words.next_multiple_of(PAD);
+            at
+        };
+        Areas {
+            queries: take(rows.next_multiple_of(MAX_ROWS) * dk + PAD),
+            keys: take(KEY_TILE * dk),
+            values: take(KEY_TILE * dv),
+            scores: take(MAX_ROWS * KEY_TILE).cast(),
+            stage: take(PAD * dk.max(dv)),
+        }
+    }
+}
+
+/// The walk over key tiles, with the body `B`.
+fn drive<B: Body>(job: &TileJob<'_>, keys: Range<usize>, state: &mut TileState<'_>, scratch: &mut [u32]) {
+    let rows = job.rows();
+    let (dk, dv) = (job.q.shape()[2], job.v.shape()[3]);
+    check(job, state);
+    let areas = Areas::cut(scratch, rows, dk, dv);
+    let key_words = dk.div_ceil(B::PER_WORD);
+    let block_words = key_words.next_multiple_of(PAD) * B::ROWS;
+
+    let shape = pack::Packing { dtype: job.q.dtype(), width: dk, span: (0, 0) };
+    for (b, first) in (0..rows).step_by(B::ROWS).enumerate() {
+        let mut pointers = [std::ptr::null(); MAX_ROWS];
+        let present = B::ROWS.min(rows - first);
+        for (r, pointer) in pointers[..present].iter_mut().enumerate() {
+            *pointer = query_row(job, first + r);
+        }
+        // SAFETY: `check` holds the tile inside `q`, whose rows are contiguous; `accumulate` checked the
+        // instruction set; the area holds every block and 16 words more.
+        unsafe {
+            let to = areas.queries.add(b * block_words);
+            B::pack_queries(&pointers[..present], &shape, to, areas.stage);
+        }
+    }
+
+    // Nobody of the tile sees a key outside these.
+    let (first, last) = (job.span(0), job.span(job.tokens - 1));
+    let begin = first.start.min(last.start).max(keys.start);
+    let end = first.end.max(last.end).min(keys.end);
+    let logits = Scores::of(job);
+    let mut base = begin / KEY_TILE * KEY_TILE;
+    while base < end {
+        let seen = (0..job.tokens).fold(0, |seen, t| seen | job.visible(t, base, &keys));
+        if seen != 0 {
+            let span = (seen.trailing_zeros() as usize, 128 - seen.leading_zeros() as usize);
+            let between = (u128::MAX >> (KEY_TILE - (span.1 - span.0))) << span.0;
+            let valued = if planted("masked-v-not-zeroed") { between } else { seen };
+            let (key_rows, value_rows) =
+                (page_rows(job, job.k, base, seen), page_rows(job, job.v, base, valued));
+            // SAFETY: `page_rows` checked every page against the cache; the areas hold a whole tile.
+            unsafe {
+                let shape = pack::Packing { dtype: job.k.dtype(), width: dk, span };
+                B::pack_keys(&key_rows, &shape, areas.keys, areas.stage);
+                let shape = pack::Packing { dtype: job.v.dtype(), width: dv, span };
+                B::pack_values(&value_rows, &shape, areas.values, areas.stage);
+            }
+            for (b, first) in (0..rows).step_by(B::ROWS).enumerate() {
+                let present = B::ROWS.min(rows - first);
+                let mut visible = [0; MAX_ROWS];
+                for r in 0..present {
+                    visible[r] = job.visible((first + r) / job.group, base, &keys);
+                }
+                let block = Block {
+                    rows: present,
+                    visible,
+                    logits: logits.of_block(job, first, present, base),
+                    key_words,
+                    dv,
+                    q: areas.queries.wrapping_add(b * block_words),
+                    keys: areas.keys,
+                    values: areas.values,
+                    scores: areas.scores,
+                    m: state.m[first..first + present].as_mut_ptr(),
+                    l: state.l[first..first + present].as_mut_ptr(),
+                    o: state.o[first * dv..(first + present) * dv].as_mut_ptr(),
+                };
+                // SAFETY: the areas were just packed for this span; the state's slices were cut for
+                // `present` rows; `accumulate` checked the instruction set.
+                unsafe { B::attend(&block) };
+            }
+        }
+        base += KEY_TILE;
+    }
+}
+
+/// How the job's scores become logits.
+enum Scores {
+    Scaled(f32),
+    General,
+}
+
+impl Scores {
+    fn of(job: &TileJob<'_>) -> Scores {
+        let plain = job.logits_soft_cap <= 0.0 && job.alibi_slopes.is_none();
+        // A negative scale would turn the maximum around, so it is applied before.
+        if plain && job.sm_scale >= 0.0 { Scores::Scaled(job.sm_scale * LOG2_E) } else { Scores::General }
+    }
+
+    fn of_block(&self, job: &TileJob<'_>, first: usize, rows: usize, base: usize) -> Logits {
+        if let Scores::Scaled(scale) = self {
+            return Logits::Scaled(*scale);
+        }
+        let (mut slope, mut distance) = ([0.0; MAX_ROWS], [0.0; MAX_ROWS]);
+        if let Some(slopes) = job.alibi_slopes {
+            for r in 0..rows {
+                let (t, h) = ((first + r) / job.group, (first + r) % job.group);
+                slope[r] = slopes[job.kv_head * job.group + h];
+                distance[r] = (base as i64 - (job.q_pos0 + t as i64)) as f32;
+            }
+            if planted("alibi-sign") {
+                slope = slope.map(|slope| -slope);
+            }
+        }
+        let cap = if planted("dropped-soft-cap") { 0.0 } else { job.logits_soft_cap };
+        Logits::General { sm_scale: job.sm_scale, cap, slope, distance }
+    }
+}
+
+/// Refuses a job that contradicts itself.
+fn check(job: &TileJob<'_>, state: &TileState<'_>) {
+    let (q, k, v) = (job.q.shape(), job.k.shape(), job.v.shape());
+    assert!(q.len() == 3 && k.len() == 4 && v.len() == 4, "q {q:?}, k {k:?}, v {v:?}");
+    assert!(q[2] == k[3] && q[2] > 0 && v[3] > 0, "q {q:?}, k {k:?}, v {v:?}");
+    assert!(k[..3] == v[..3] && k[1] == job.page_size && job.page_size > 0, "k {k:?}, v {v:?}");
+    assert!(job.tokens > 0 && job.t0 + job.tokens <= q[0], "{} tokens at {} of {}", job.tokens, job.t0, q[0]);
+    let heads = (job.kv_head + 1) * job.group;
+    assert!(job.group > 0 && job.kv_head < k[2] && heads <= q[1], "head {} of {}", job.kv_head, k[2]);
+    for tensor in [&job.q, &job.k, &job.v] {
+        assert!(tensor.dtype().is_float() && tensor.inner_contiguous(), "{tensor:?}");
+        assert!(tensor.device() == crate::Device::Cpu, "{tensor:?}");
+    }
+    let rows = job.rows();
+    let lengths = [state.m.len(), state.l.len(), state.o.len()];
+    assert!(lengths == [rows, rows, rows * v[3]], "state of {rows} rows: {lengths:?}");
+    assert!(job.kv_offset <= job.kv_begin, "page offset {} past {}", job.kv_offset, job.kv_begin);
+    if let Some(slopes) = job.alibi_slopes {
+        assert!(slopes.len() >= heads, "{} slopes for {heads} heads", slopes.len());
+    }
+}
+
+/// Where row `r` of the tile begins.
+fn query_row(job: &TileJob<'_>, r: usize) -> *const u8 {
+    let t = job.t0 + r / job.group;
+    let h = if planted("gqa-head-mapping") {
+        job.kv_head + r % job.group * job.k.shape()[2]
+    } else {
+        job.kv_head * job.group + r % job.group
+    };
+    let strides = job.q.strides();
+    job.q.as_ptr().wrapping_add((t * strides[0] + h * strides[1]) * job.q.dtype().size())
+}
+
+/// Where the rows of `tensor` at the keys of the tile at `base` begin, for those in `seen`.
+fn page_rows(job: &TileJob<'_>, tensor: TensorRef<'_>, base: usize, seen: u128) -> pack::KeyRows {
+    let (strides, size) = (tensor.strides(), tensor.dtype().size());
+    let mut rows = [std::ptr::null(); KEY_TILE];
+    let mut rest = seen;
+    while rest != 0 {
+        let i = rest.trailing_zeros() as usize;
+        rest &= rest - 1;
+        let at = base + i - job.kv_offset;
+        let page = usize::try_from(job.pages[at / job.page_size]).unwrap_or(usize::MAX);
+        assert!(page < tensor.shape()[0], "page {page} of {}", tensor.shape()[0]);
+        let element = page * strides[0] + at % job.page_size * strides[1] + job.kv_head * strides[2];
+        rows[i] = tensor.as_ptr().wrapping_add(element * size);
+    }
+    rows
+}

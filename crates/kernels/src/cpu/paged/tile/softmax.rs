@@ -1,0 +1,181 @@
+//! One step of the running softmax over a block of scores (Milakov and Gimelshein, 2018; FlashAttention).
+//!
+//! Scores leave `q k^T` raw. A plain scale is folded into the exponent, `2^(s * c - m)` with
+//! `c = sm_scale * log2(e)`, one rounding; cap and bias are applied first, where there are any. Invisible
+//! scores are replaced, never added to, so whatever they hold stays out.
+
+use std::f32::consts::{LN_2, LOG2_E};
+
+use super::body::{Block, KEY_TILE, Logits, MAX_ROWS};
+use super::simd::{Product, Simd};
+
+/// `2^x` for `x <= 127`, within 1.3 units in the last place; 0 below the normal range. NaN stays NaN.
+///
+/// `x = n + f` with `|f| <= 1/2`, a minimax polynomial for `2^f` whose constant term is exactly 1 (so that
+/// `2^0` is), and `n` into the exponent.
+#[inline(always)]
+pub(super) fn exp2<S: Simd>(s: S, x: S::F) -> S::F {
+    const TERMS: [f32; 6] =
+        [LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
+    let x = s.max(s.splat(-160.0), x);
+    let n = s.round(x);
+    let f = s.sub(x, n);
+    let mut p = s.splat(TERMS[5]);
+    for &term in TERMS[..5].iter().rev() {
+        p = s.mul_add(p, f, s.splat(term));
+    }
+    s.scale2(s.mul_add(p, f, s.splat(1.0)), n)
+}
+
+/// `tanh(x)`: an odd polynomial near 0, where `1 - 2 / (e^2x + 1)` would cancel, and that formula elsewhere.
+#[inline(always)]
+pub(super) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
+    // Cephes tanhf, |x| < 0.625.
+    const TERMS: [f32; 5] = [-0.333_332_8, 0.133_314_73, -0.053_739_714, 0.020_639_087, -0.005_704_988_7];
+    let square = s.mul(x, x);
+    let mut p = s.splat(TERMS[4]);
+    for &term in TERMS[..4].iter().rev() {
+        p = s.mul_add(p, square, s.splat(term));
+    }
+    let near = s.mul_add(s.mul(p, square), x, x);
+    let magnitude = s.max(s.sub(s.splat(0.0), x), x);
+    let bounded = s.select(s.less(magnitude, s.splat(16.0)), magnitude, s.splat(16.0));
+    let power = exp2(s, s.mul(bounded, s.splat(2.0 * LOG2_E)));
+    let far = s.sub(s.splat(1.0), s.div(s.splat(2.0), s.add(power, s.splat(1.0))));
+    let far = s.select(s.less(x, s.splat(0.0)), s.sub(s.splat(0.0), far), far);
+    // A NaN is less than nothing: it must come out of the branch that keeps it.
+    let is_far = !s.less(magnitude, s.splat(0.625)) & s.less(magnitude, s.splat(f32::INFINITY));
+    let infinite = s.less(s.splat(f32::MAX), magnitude);
+    s.select(is_far | infinite, far, near)
+}
+
+/// Scores of row `r` at vectors `from..to` become base-2 logits: scaled, capped, biased.
+///
+/// # Safety
+/// `block.scores` is readable and writable over row `r`.
+#[inline(always)]
+unsafe fn transform<S: Simd>(s: S, block: &Block, r: usize, from: usize, to: usize) {
+    let Logits::General { sm_scale, cap, slope, distance } = &block.logits else { return };
+    for j in from..to {
+        // SAFETY: `j` is below KEY_TILE / LANES, so the vector lies in row `r` of the scores.
+        unsafe {
+            let at = block.scores.add(r * KEY_TILE + j * S::LANES);
+            let mut x = s.mul(s.load(at), s.splat(*sm_scale));
+            if *cap > 0.0 {
+                x = s.mul(tanh(s, s.div(x, s.splat(*cap))), s.splat(*cap));
+            }
+            if slope[r] != 0.0 {
+                let lane = s.load(LANE_INDEX.as_ptr().add(j * S::LANES));
+                x = s.mul_add(s.splat(slope[r]), s.add(s.splat(distance[r]), lane), x);
+            }
+            s.store(at, s.mul(x, s.splat(LOG2_E)));
+        }
+    }
+}
+
+/// `0.0, 1.0, ..`: the keys of a tile, counted.
+static LANE_INDEX: [f32; KEY_TILE] = {
+    let mut index = [0.0; KEY_TILE];
+    let mut i = 0;
+    while i < KEY_TILE {
+        index[i] = i as f32;
+        i += 1;
+    }
+    index
+};
+
+/// The vectors that hold a visible key.
+#[inline(always)]
+fn vectors<S: Simd>(bits: u128) -> (usize, usize) {
+    if bits == 0 {
+        return (0, 0);
+    }
+    let (first, last) = (bits.trailing_zeros() as usize, 127 - bits.leading_zeros() as usize);
+    (first / S::LANES, last / S::LANES + 1)
+}
+
+/// Turns the block's scores into weights, brings `m` and `l` up to date, and returns by how much each row's
+/// former values shrink. Weights are written at the vectors `union` reaches, 0 where a row does not see.
+///
+/// # Safety
+/// The block's pointers hold as [`Block`] says, and the scores of the vectors in `union` are written.
+#[inline(always)]
+pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u128) -> [f32; MAX_ROWS] {
+    let (scale, general) = match block.logits {
+        Logits::Scaled(scale) => (scale, false),
+        Logits::General { .. } => (1.0, true),
+    };
+    let lanes = (1u64 << S::LANES) as u32 - 1;
+    let bits_of = |visible: u128, j: usize| (visible >> (j * S::LANES)) as u32 & lanes;
+    let (union_from, union_to) = vectors::<S>(union);
+    let hidden = s.splat(f32::NEG_INFINITY);
+    let mut shrink = [0f32; 16];
+    let mut offset = [0f32; MAX_ROWS];
+    // SAFETY: rows are below `block.rows` and vectors below KEY_TILE / LANES throughout: inside the scores,
+    // `m` and `l`, as the caller promises.
+    unsafe {
+        for r in 0..block.rows {
+            let visible = block.visible[r];
+            if visible == 0 {
+                continue;
+            }
+            let (from, to) = vectors::<S>(visible);
+            if general {
+                transform(s, block, r, from, to);
+            }
+            let row = block.scores.add(r * KEY_TILE);
+            let mut most = hidden;
+            if visible == u128::MAX {
+                for j in 0..KEY_TILE / S::LANES {
+                    most = s.max(most, s.load(row.add(j * S::LANES)));
+                }
+            } else {
+                for j in from..to {
+                    let x = s.load(row.add(j * S::LANES));
+                    most = s.max(most, s.select(bits_of(visible, j), x, hidden));
+                }
+            }
+            let before = *block.m.add(r);
+            let after = before.max(s.reduce_max(most) * scale);
+            *block.m.add(r) = after;
+            // Nothing but -inf so far: subtract nothing, and no weight comes of it.
+            if after != f32::NEG_INFINITY {
+                shrink[r] = before - after;
+                offset[r] = -after;
+            }
+        }
+        let mut i = 0;
+        while i < MAX_ROWS {
+            let at = shrink.as_mut_ptr().add(i);
+            s.store(at, exp2(s, s.load(at)));
+            i += S::LANES;
+        }
+        let none = s.splat(0.0);
+        for r in 0..block.rows {
+            let visible = block.visible[r];
+            let row = block.scores.add(r * KEY_TILE);
+            let (scale, offset) = (s.splat(scale), s.splat(offset[r]));
+            let mut sum = none;
+            if visible == u128::MAX {
+                for j in 0..KEY_TILE / S::LANES {
+                    let p = exp2(s, s.mul_add(s.load(row.add(j * S::LANES)), scale, offset));
+                    sum = s.add(sum, p);
+                    P::store_weights(s, row, j, p);
+                }
+            } else {
+                for j in union_from..union_to {
+                    let bits = bits_of(visible, j);
+                    let mut p = none;
+                    if bits != 0 {
+                        let x = s.mul_add(s.load(row.add(j * S::LANES)), scale, offset);
+                        p = s.select(bits, exp2(s, x), none);
+                        sum = s.add(sum, p);
+                    }
+                    P::store_weights(s, row, j, p);
+                }
+            }
+            *block.l.add(r) = *block.l.add(r) * shrink[r] + s.reduce_add(sum);
+        }
+    }
+    std::array::from_fn(|r| shrink[r])
+}
