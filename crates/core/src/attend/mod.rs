@@ -3,12 +3,17 @@
 //! A layer projects its queries, keys and values and calls [`attend`]. Whether the keys and values go through
 //! the cache first ([`Attention::requires_kv_write`]) or straight into the kernel is the backend's affair.
 
+mod backend;
 mod forward;
 mod index_buf;
 mod observe;
 
 use mstar_kernels::{TensorMut, TensorRef};
 
+pub use self::backend::{
+    AttnBackend, AttnGeometry, BackendFactory, BackendOptions, Backends, BuildContext, Rank, Reason,
+    ResolveError, Softmax, resolve_attn_backend,
+};
 pub use self::forward::Forward;
 pub use self::index_buf::IndexBuf;
 pub(crate) use self::observe::Timer;
