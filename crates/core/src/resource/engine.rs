@@ -214,7 +214,7 @@ impl Engine {
     /// The engine over `resources`.
     ///
     /// # Errors
-    /// As [`dependency_order`]; [`Error::Order`] for options that cannot be.
+    /// As [`dependency_order`]; [`Error::Order`] for options that cannot be; a resource that cannot be among the others.
     pub fn with_options(resources: Vec<Arc<dyn Resource>>, options: EngineOptions) -> Result<Engine> {
         if options.slots == 0 || (options.preplan && options.slots < 2) {
             let why = format!("{} slots; 1 is the least, and 2 with preplanning", options.slots);
@@ -222,7 +222,12 @@ impl Engine {
         }
         let named: Vec<_> = resources.iter().map(|r| (r.name().clone(), r.depends_on())).collect();
         let order = dependency_order(&named)?;
-        let resources = order.into_iter().map(|i| Arc::clone(&resources[i])).collect();
+        let resources: Vec<_> = order.into_iter().map(|i| Arc::clone(&resources[i])).collect();
+        for resource in &resources {
+            let others = || resources.iter().filter(|other| other.name() != resource.name());
+            let prints: Vec<_> = others().map(|other| (other.name().clone(), other.fingerprint())).collect();
+            resource.bind(&prints, others().all(|other| other.prefix_skip_safe()))?;
+        }
         let used = Mutex::new(vec![false; options.slots]);
         Ok(Engine { shared: Arc::new(Shared { resources, options, outstanding: Mutex::default(), used }) })
     }

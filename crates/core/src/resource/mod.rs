@@ -69,6 +69,16 @@ pub trait Resource: Send + Sync {
         true
     }
 
+    /// Told once, when the engine is made: the fingerprints of all other resources, which its stored pages depend on too,
+    /// and whether every one of them lets a matched prefix skip its work.
+    ///
+    /// # Errors
+    /// When it cannot keep what its spec promised among these, such as a prefix index that nobody may use.
+    fn bind(&self, others: &[(ResourceName, Option<Fingerprint>)], skip_safe: bool) -> Result<()> {
+        let _ = (others, skip_safe);
+        Ok(())
+    }
+
     /// Whether a request may ask this of it; what a resource does not take is refused before it is ingested.
     fn takes_override(&self, wanted: &Override) -> bool {
         let _ = wanted;

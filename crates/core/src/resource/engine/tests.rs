@@ -82,6 +82,15 @@ impl Resource for Mock {
         None
     }
 
+    fn prefix_skip_safe(&self) -> bool {
+        self.name.as_str() != "attn"
+    }
+
+    fn bind(&self, others: &[(ResourceName, Option<Fingerprint>)], skip_safe: bool) -> Result<()> {
+        self.note(&format!("bind {} {skip_safe}", others.len()));
+        Ok(())
+    }
+
     fn takes_override(&self, wanted: &Override) -> bool {
         matches!(wanted, Override::Kv(_))
     }
@@ -191,7 +200,14 @@ impl World {
     }
 
     fn plain() -> World {
-        World::new(EngineOptions::default(), |_| ())
+        let world = World::new(EngineOptions::default(), |_| ());
+        let bound = world.said();
+        assert_eq!(
+            bound,
+            ["kv bind 2 false", "attn bind 2 true", "dsa bind 2 false"],
+            "each is told of the others"
+        );
+        world
     }
 
     fn planned(&self) -> PlannedStep {
