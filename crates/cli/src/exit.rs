@@ -22,3 +22,7 @@ impl From<Exit> for ExitCode {
         })
     }
 }
+
+/// What `--help` says of them.
+pub(crate) const HELP: &str = "\
+Exit codes: 0 done; 1 done, and a check failed; 2 the input was refused.";

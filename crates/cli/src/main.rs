@@ -6,18 +6,21 @@ mod backends;
 mod bench;
 mod exit;
 mod explain;
+mod machine;
 mod parity;
 mod run;
+mod text;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use mstar_kernels::cpu::Isa;
 
 use crate::exit::Exit;
 
 /// The attention layer of an inference engine: run workloads, check numbers, explain costs.
 #[derive(Debug, Parser)]
-#[command(name = "mstar", version, about, arg_required_else_help = true)]
+#[command(name = "mstar", version, about, arg_required_else_help = true, after_help = exit::HELP)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
@@ -38,7 +41,13 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let outcome = match Arguments::parse().command {
+    let arguments = Arguments::parse();
+    // An instruction set asked for in the environment and not there is refused before any work.
+    if let Err(refused) = Isa::requested() {
+        eprintln!("mstar: {refused}");
+        return Exit::Refused.into();
+    }
+    let outcome = match arguments.command {
         Command::Run(args) => run::command(args),
         Command::Parity(args) => parity::command(args),
         Command::Bench(args) => bench::command(args),
@@ -48,7 +57,10 @@ fn main() -> ExitCode {
     match outcome {
         Ok(exit) => exit.into(),
         Err(error) => {
-            eprintln!("mstar: {error:#}");
+            // A refused spec says one line for each fault; each is a line of ours.
+            for line in format!("{error:#}").lines() {
+                eprintln!("mstar: {line}");
+            }
             Exit::Refused.into()
         }
     }

@@ -1,0 +1,113 @@
+//! Which device a spec or `--device` means on this machine.
+
+use anyhow::bail;
+use mstar_core::spec::DeviceChoice;
+use mstar_kernels::Device;
+use mstar_kernels::cards::{Driver, NoCuda};
+
+/// The device to run on, and the one line that says why when it was not named.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Chosen {
+    /// The device.
+    pub device: Device,
+    /// What to tell the user on stderr; `None` when they named the device.
+    pub note: Option<String>,
+}
+
+/// Settles `choice`. The CUDA driver is asked only when the choice leaves it open or names it.
+///
+/// # Errors
+/// A CUDA device was named: this version has no CUDA kernels, and there may be no such card.
+pub(crate) fn choose(choice: DeviceChoice) -> anyhow::Result<Chosen> {
+    choose_with(choice, mstar_kernels::cuda::driver)
+}
+
+fn choose_with(
+    choice: DeviceChoice,
+    driver: impl FnOnce() -> Result<Driver, NoCuda>,
+) -> anyhow::Result<Chosen> {
+    let ordinal = match choice {
+        DeviceChoice::Named(Device::Cuda(ordinal)) => ordinal,
+        DeviceChoice::Named(device) => return Ok(Chosen { device, note: None }),
+        DeviceChoice::Auto => {
+            let why = match driver() {
+                Ok(driver) => match driver.cards.first() {
+                    Some(card) => format!("{} is here, but {NOT_BUILT}", card.name),
+                    None => "the CUDA driver sees no card".to_string(),
+                },
+                Err(why) => why.to_string(),
+            };
+            return Ok(Chosen { device: Device::Cpu, note: Some(format!("device auto: cpu ({why})")) });
+        }
+    };
+    match driver() {
+        Err(why) => bail!("device cuda:{ordinal}: {why}; use --device cpu"),
+        Ok(driver) => match driver.cards.iter().find(|card| card.ordinal == ordinal) {
+            None => bail!("device cuda:{ordinal}: {}; use --device cpu", cards_in_words(driver.cards.len())),
+            Some(card) => bail!("device cuda:{ordinal} ({}): {NOT_BUILT}; use --device cpu", card.name),
+        },
+    }
+}
+
+/// Why no card can be used yet.
+pub(crate) const NOT_BUILT: &str = "CUDA kernels are not built in this version";
+
+fn cards_in_words(cards: usize) -> String {
+    match cards {
+        0 => "the CUDA driver sees no card".into(),
+        1 => "there is one card, cuda:0".into(),
+        n => format!("there are {n} cards, cuda:0 to cuda:{}", n - 1),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mstar_kernels::cards::Card;
+
+    fn with_cards(cards: u32) -> Result<Driver, NoCuda> {
+        let card = |ordinal| Card {
+            ordinal,
+            name: "NVIDIA H200".into(),
+            memory_bytes: 1 << 37,
+            compute_capability: (9, 0),
+        };
+        Ok(Driver { version: (12, 8), cards: (0..cards).map(card).collect() })
+    }
+
+    fn said(choice: &str, driver: Result<Driver, NoCuda>) -> String {
+        match choose_with(DeviceChoice::parse(choice).unwrap(), || driver) {
+            Ok(chosen) => chosen.note.unwrap_or_else(|| chosen.device.to_string()),
+            Err(error) => error.to_string(),
+        }
+    }
+
+    #[test]
+    fn f37_a_device_is_chosen_or_refused_in_one_line() {
+        let none = || Err(NoCuda::NoDriver { tried: "libcuda.so.1".into() });
+        assert_eq!(said("auto", none()), "device auto: cpu (no CUDA driver found (tried libcuda.so.1))");
+        assert_eq!(said("auto", with_cards(0)), "device auto: cpu (the CUDA driver sees no card)");
+        assert_eq!(
+            said("auto", with_cards(1)),
+            "device auto: cpu (NVIDIA H200 is here, but CUDA kernels are not built in this version)"
+        );
+        assert_eq!(
+            said("cuda", none()),
+            "device cuda:0: no CUDA driver found (tried libcuda.so.1); use --device cpu"
+        );
+        assert_eq!(
+            said("cuda:99", with_cards(1)),
+            "device cuda:99: there is one card, cuda:0; use --device cpu"
+        );
+        assert_eq!(
+            said("cuda:0", with_cards(8)),
+            "device cuda:0 (NVIDIA H200): CUDA kernels are not built in this version; use --device cpu"
+        );
+    }
+
+    #[test]
+    fn f37_cpu_never_asks_the_driver() {
+        let asked = choose_with(DeviceChoice::Named(Device::Cpu), || panic!("the driver was asked"));
+        assert_eq!(asked.unwrap(), Chosen { device: Device::Cpu, note: None });
+    }
+}

@@ -1,0 +1,145 @@
+//! The one list of compiled backends, and `mstar backends`, which says what is in it and what the machine has.
+
+mod device;
+mod nvrtc;
+mod registry;
+
+pub(crate) use device::{Chosen, NOT_BUILT, choose};
+pub(crate) use registry::registry;
+
+use mstar_kernels::cards::{Driver, NoCuda};
+use mstar_kernels::cpu::Isa;
+use serde_json::{Value, json};
+
+use crate::exit::Exit;
+use crate::machine::Machine;
+use crate::text::{bytes, print, wrap};
+
+/// Arguments of `mstar backends`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the subcommand.
+pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
+    let machine = Machine::probe();
+    let driver = mstar_kernels::cuda::driver();
+    let text =
+        if args.json { format!("{:#}\n", as_json(&machine, &driver)) } else { as_text(&machine, &driver) };
+    print(&text)?;
+    Ok(Exit::Success)
+}
+
+fn as_text(machine: &Machine, driver: &Result<Driver, NoCuda>) -> String {
+    let mut out = format!("mstar {}\n\nbackends\n", env!("CARGO_PKG_VERSION"));
+    let backends = registry();
+    for factory in backends.iter() {
+        out += &wrap(&format!("  {:<9}", factory.name()), factory.about());
+    }
+    for (name, feature) in backends.not_compiled() {
+        out += &wrap(&format!("  {name:<9}"), &format!("not compiled in; build with --features {feature}"));
+    }
+    out += "\ndevices\n";
+    out += &wrap("  cpu      ", &cpu_line(machine));
+    match driver {
+        Err(why) => out += &wrap("  cuda     ", &format!("{why}; the CPU runs everything")),
+        Ok(driver) => {
+            let (major, minor) = driver.version;
+            let cards = match driver.cards.len() {
+                0 => "it sees no card",
+                _ => NOT_BUILT,
+            };
+            out += &wrap("  cuda     ", &format!("driver for CUDA {major}.{minor}; {cards}"));
+            for card in &driver.cards {
+                let (major, minor) = card.compute_capability;
+                let line = format!("{}, sm_{major}{minor}, {}", card.name, bytes(card.memory_bytes as u128));
+                out += &wrap(&format!("  cuda:{:<4}", card.ordinal), &line);
+            }
+        }
+    }
+    out += &match nvrtc::find() {
+        Some(path) => wrap("  nvrtc    ", &path.display().to_string()),
+        None => wrap("  nvrtc    ", nvrtc::HOW_TO_GET),
+    };
+    out
+}
+
+fn cpu_line(machine: &Machine) -> String {
+    let name = if machine.cpu.is_empty() { "processor" } else { &machine.cpu };
+    let others: Vec<&str> = Isa::supported().iter().map(|isa| isa.name()).collect();
+    let threads =
+        if machine.threads == 1 { "1 thread".into() } else { format!("{} threads", machine.threads) };
+    let memory = match (machine.memory_total, machine.memory_available) {
+        (Some(total), Some(free)) => {
+            format!("{} of memory, {} available", bytes(total.into()), bytes(free.into()))
+        }
+        _ => "memory not told".into(),
+    };
+    format!("{name}, {} (it has {}), {threads}, {memory}", machine.isa.name(), others.join(", "))
+}
+
+fn as_json(machine: &Machine, driver: &Result<Driver, NoCuda>) -> Value {
+    let backends = registry();
+    let compiled: Vec<Value> =
+        backends.iter().map(|f| json!({ "name": f.name(), "about": f.about() })).collect();
+    let absent: Vec<Value> =
+        backends.not_compiled().map(|(name, feature)| json!({ "name": name, "feature": feature })).collect();
+    let cuda = match driver {
+        Err(why) => json!({ "driver": null, "why": why.to_string(), "cards": [] }),
+        Ok(driver) => json!({
+            "driver": format!("{}.{}", driver.version.0, driver.version.1),
+            "why": NOT_BUILT,
+            "cards": driver.cards.iter().map(|card| json!({
+                "device": format!("cuda:{}", card.ordinal),
+                "name": card.name,
+                "compute_capability": format!("{}.{}", card.compute_capability.0, card.compute_capability.1),
+                "memory_bytes": card.memory_bytes,
+            })).collect::<Vec<_>>(),
+        }),
+    };
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "backends": compiled,
+        "not_compiled": absent,
+        "cpu": {
+            "name": machine.cpu,
+            "isa": machine.isa.name(),
+            "isas": Isa::supported().iter().map(|isa| isa.name()).collect::<Vec<_>>(),
+            "threads": machine.threads,
+            "memory_bytes": machine.memory_total,
+            "memory_available_bytes": machine.memory_available,
+        },
+        "cuda": cuda,
+        "nvrtc": nvrtc::find().map(|path| path.display().to_string()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::COLUMNS;
+    use mstar_kernels::cards::Card;
+
+    #[test]
+    fn what_is_printed_fits_a_terminal() {
+        let card = Card {
+            ordinal: 0,
+            name: "NVIDIA H200 with a name that is much longer than any real card has ever had before".into(),
+            memory_bytes: 1 << 37,
+            compute_capability: (9, 0),
+        };
+        let drivers = [
+            Err(NoCuda::NoDriver { tried: "libcuda.so.1, libcuda.so".into() }),
+            Err(NoCuda::Broken { call: "cuInit", code: Some(999) }),
+            Ok(Driver { version: (12, 8), cards: vec![] }),
+            Ok(Driver { version: (12, 8), cards: vec![card] }),
+        ];
+        for driver in drivers {
+            let text = as_text(&Machine::probe(), &driver);
+            assert!(text.lines().all(|line| line.chars().count() <= COLUMNS), "{text}");
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! Which backends this build has: the only file that knows a backend's feature.
+
+use mstar_core::attend::Backends;
+#[allow(unused_imports, reason = "a build may have no backend")]
+use std::sync::Arc;
+
+/// The compiled backends, and the names of those left out.
+pub(crate) fn registry() -> Backends {
+    let mut backends = Backends::new();
+    #[cfg(feature = "mla")]
+    backends.register(Arc::new(mstar_attn_mla::MlaFactory));
+    #[cfg(not(feature = "mla"))]
+    backends.absent("mla", "mla", &["flashinfer_mla"]);
+    #[cfg(feature = "dense")]
+    backends.register(Arc::new(mstar_attn_dense::DenseFactory));
+    #[cfg(not(feature = "dense"))]
+    backends.absent("dense", "dense", &[]);
+    #[cfg(feature = "flex")]
+    backends.register(Arc::new(mstar_attn_flex::FlexFactory));
+    #[cfg(not(feature = "flex"))]
+    backends.absent("flex", "flex", &[]);
+    #[cfg(feature = "dsa")]
+    backends.register(Arc::new(mstar_dsa::DsaFactory));
+    #[cfg(not(feature = "dsa"))]
+    backends.absent("dsa", "dsa", &[]);
+    backends
+}
