@@ -13,6 +13,9 @@ pub enum Error {
     /// A kernel refused its arguments.
     #[error(transparent)]
     Kernel(#[from] mstar_kernels::Error),
+    /// A page operation that would have given a page two owners; nothing was changed.
+    #[error(transparent)]
+    Pages(#[from] crate::kv::PageError),
     /// An attention backend refused or failed.
     #[error("{name}: {source}")]
     Backend {

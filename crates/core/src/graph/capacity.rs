@@ -33,6 +33,7 @@ mod tests {
             planes: vec![],
             prefix_cache: true,
             retention: None,
+            world_size: 1,
         }
     }
 

@@ -283,6 +283,7 @@ fn read_kv(
             planes,
             prefix_cache,
             retention,
+            world_size: around.world_size,
         },
         _ => {
             f.finish("here");

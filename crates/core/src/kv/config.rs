@@ -1,0 +1,312 @@
+//! A cache's geometry: what a token costs, what a page costs, what a rank of several keeps.
+#![forbid(unsafe_code)]
+
+use mstar_kernels::DType;
+
+use crate::Result;
+
+/// Page 0 of every store: no request is ever given it. Padded table entries name it, so that every id is legal.
+pub const SINK_PAGE: i32 = 0;
+
+/// How a page's tokens lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum KvLayout {
+    /// Keys and values per head: `[P, 2, S, G, D]` a layer.
+    Nhd {
+        /// `G`: key and value heads on this rank.
+        num_kv_heads: usize,
+        /// `D`: width of a key and of a value.
+        head_dim: usize,
+    },
+    /// One latent a token, `[ckv | kpe]`: `[P, S, C + E]` a layer.
+    Mla {
+        /// `C`.
+        kv_lora_rank: usize,
+        /// `E`; may be 0.
+        qk_rope_head_dim: usize,
+    },
+}
+
+impl KvLayout {
+    /// Elements that one token takes in one layer: `2 * G * D`, or `C + E`; `None` when that overflows.
+    pub fn token_width(&self) -> Option<usize> {
+        match *self {
+            KvLayout::Nhd { num_kv_heads, head_dim } => num_kv_heads.checked_mul(head_dim)?.checked_mul(2),
+            KvLayout::Mla { kv_lora_rank, qk_rope_head_dim } => kv_lora_rank.checked_add(qk_rope_head_dim),
+        }
+    }
+}
+
+/// One more array of per-token entries, `[P, S, width]` a layer, moved with the pages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlaneConfig {
+    /// Its name: `index_keys`, `scales`.
+    pub name: String,
+    /// Its element type.
+    pub dtype: DType,
+    /// Elements a token.
+    pub width: usize,
+}
+
+/// A cache's geometry.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KvConfig {
+    /// How a page's tokens lie.
+    pub layout: KvLayout,
+    /// Element type of the stored keys, values or latents.
+    pub dtype: DType,
+    /// `S`: tokens a page.
+    pub page_size: usize,
+    /// `P`: pages, the sink among them.
+    pub max_num_pages: usize,
+    /// Tokens that a stream may hold.
+    pub max_seq_len: usize,
+    /// Layers, each with its own pages under the one table.
+    pub num_layers: usize,
+    /// Further planes under the same table.
+    pub planes: Vec<PlaneConfig>,
+    /// Whether filled pages are offered to the prefix index.
+    pub prefix_cache: bool,
+    /// Tokens kept at the end of a stream; earlier whole pages are given back. `None` keeps all.
+    pub retention: Option<usize>,
+    /// Ranks that the cache is split over: 1 until [`KvConfig::shard`] narrowed it.
+    pub world_size: usize,
+}
+
+fn refuse<T>(name: &'static str, got: impl ToString, why: impl Into<String>) -> Result<T> {
+    Err(mstar_kernels::Error::Parameter { name, why: why.into(), got: got.to_string() }.into())
+}
+
+impl KvConfig {
+    /// A cache of one layer that keeps everything and shares nothing; streams may fill it.
+    pub fn new(layout: KvLayout, dtype: DType, page_size: usize, max_num_pages: usize) -> KvConfig {
+        KvConfig {
+            layout,
+            dtype,
+            page_size,
+            max_num_pages,
+            max_seq_len: max_num_pages.saturating_sub(1).saturating_mul(page_size).min(i32::MAX as usize),
+            num_layers: 1,
+            planes: Vec::new(),
+            prefix_cache: false,
+            retention: None,
+            world_size: 1,
+        }
+    }
+
+    /// Refuses a geometry that no store can have.
+    ///
+    /// # Errors
+    /// The field at fault, its value, and what would be right.
+    pub fn check(&self) -> Result<()> {
+        if self.page_size == 0 {
+            return refuse("page_size", self.page_size, "a page holds at least one token");
+        }
+        if self.max_num_pages < 2 {
+            let why = "at least 2 are needed: page 0 is the sink, which no request is given";
+            return refuse("max_num_pages", self.max_num_pages, why);
+        }
+        if self.max_num_pages > i32::MAX as usize {
+            return refuse("max_num_pages", self.max_num_pages, "page ids are 32-bit: at most 2147483647");
+        }
+        if self.max_seq_len == 0 || self.max_seq_len > i32::MAX as usize {
+            return refuse("max_seq_len", self.max_seq_len, "must be within 1..=2147483647");
+        }
+        if self.num_layers == 0 {
+            return refuse("num_layers", 0, "at least one layer");
+        }
+        if !self.dtype.is_float() && self.dtype != DType::U8 {
+            return refuse("dtype", self.dtype, "keys and values are f32, bf16, f16, or u8 when quantised");
+        }
+        match self.layout {
+            KvLayout::Nhd { num_kv_heads: 0, .. } => {
+                return refuse("num_kv_heads", 0, "at least one key and value head");
+            }
+            KvLayout::Nhd { head_dim: 0, .. } => return refuse("head_dim", 0, "at least one element"),
+            KvLayout::Mla { kv_lora_rank: 0, .. } => {
+                return refuse("kv_lora_rank", 0, "at least one element");
+            }
+            _ => {}
+        }
+        for (i, plane) in self.planes.iter().enumerate() {
+            if plane.width == 0 {
+                return refuse(
+                    "planes.width",
+                    0,
+                    format!("plane `{}` needs at least one element", plane.name),
+                );
+            }
+            if self.planes[..i].iter().any(|p| p.name == plane.name) {
+                return refuse("planes.name", &plane.name, "two planes have the same name");
+            }
+        }
+        if self.retention == Some(0) {
+            return refuse("retention", 0, "a stream keeps at least one token; leave it out to keep all");
+        }
+        if self.world_size == 0 {
+            return refuse("world_size", 0, "at least one rank");
+        }
+        self.memory_bytes().map(|_| ())
+    }
+
+    /// Pages that `tokens` tokens from a page's start fill, the last one perhaps in part.
+    pub fn pages_for(&self, tokens: usize) -> usize {
+        tokens.div_ceil(self.page_size.max(1))
+    }
+
+    /// Pages that requests may hold: all but the sink.
+    pub fn usable_pages(&self) -> usize {
+        self.max_num_pages.saturating_sub(1)
+    }
+
+    /// Name, element type and elements a token of every plane, the keys, values or latents first (as `kv`).
+    pub(super) fn all_planes(&self) -> Option<Vec<(String, DType, usize)>> {
+        let mut all = vec![("kv".to_owned(), self.dtype, self.layout.token_width()?)];
+        all.extend(self.planes.iter().map(|p| (p.name.clone(), p.dtype, p.width)));
+        Some(all)
+    }
+
+    /// Bytes of one page over all planes and layers: what one fork's copy moves.
+    ///
+    /// # Errors
+    /// When they cannot be counted in 64 bits.
+    pub fn page_bytes(&self) -> Result<usize> {
+        let bytes = self.all_planes().and_then(|planes| {
+            planes.iter().try_fold(0usize, |sum, (_, dtype, width)| {
+                let plane = width
+                    .checked_mul(dtype.size())?
+                    .checked_mul(self.page_size)?
+                    .checked_mul(self.num_layers)?;
+                sum.checked_add(plane)
+            })
+        });
+        match bytes {
+            Some(bytes) if bytes <= isize::MAX as usize => Ok(bytes),
+            _ => refuse("page_size", self.page_size, "one page is larger than the address space"),
+        }
+    }
+
+    /// The exact bytes that a store of this geometry allocates for its pages, all planes and layers.
+    ///
+    /// # Errors
+    /// When they cannot be counted in 64 bits.
+    pub fn memory_bytes(&self) -> Result<usize> {
+        match self.page_bytes()?.checked_mul(self.max_num_pages) {
+            Some(bytes) if bytes <= isize::MAX as usize => Ok(bytes),
+            _ => refuse("max_num_pages", self.max_num_pages, "the cache is larger than the address space"),
+        }
+    }
+
+    /// This cache on one rank of `world_size`. Head counts are divided; with fewer heads than ranks each rank
+    /// keeps one, replicated. Latents have no heads: every rank keeps them whole. Idempotent.
+    ///
+    /// # Errors
+    /// A `world_size` of 0, one that divides neither way, or a cache already split another way.
+    pub fn shard(&self, world_size: usize) -> Result<KvConfig> {
+        if world_size == 0 {
+            return refuse("world_size", 0, "at least one rank");
+        }
+        if self.world_size == world_size {
+            return Ok(self.clone());
+        }
+        if self.world_size != 1 {
+            let why =
+                format!("the cache is already split over {} ranks; shard the whole one", self.world_size);
+            return refuse("world_size", world_size, why);
+        }
+        let mut out = KvConfig { world_size, ..self.clone() };
+        if let KvLayout::Nhd { num_kv_heads, .. } = &mut out.layout {
+            let heads = *num_kv_heads;
+            if !heads.is_multiple_of(world_size) && !world_size.is_multiple_of(heads.max(1)) {
+                let why = format!("{heads} key and value heads are neither a multiple nor a divisor of it");
+                return refuse("world_size", world_size, why);
+            }
+            *num_kv_heads = (heads / world_size).max(1);
+        }
+        Ok(out)
+    }
+
+    /// Refuses a backend whose window reaches further back than the cache keeps tokens. `window_left` counts
+    /// the keys to the left of a query's own; `None` sees all.
+    ///
+    /// # Errors
+    /// [`mstar_kernels::Error::Parameter`] naming `retention`, with the least value that would do.
+    pub fn check_window(&self, window_left: Option<usize>) -> Result<()> {
+        match (self.retention, window_left) {
+            (None, _) => Ok(()),
+            (Some(kept), Some(left)) if kept >= left => Ok(()),
+            (Some(kept), Some(left)) => refuse(
+                "retention",
+                kept,
+                format!("the backend's window reaches {left} keys back: keep {left}"),
+            ),
+            (Some(kept), None) => refuse(
+                "retention",
+                kept,
+                "the backend has no window, so every key must be kept: leave it out",
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nhd(num_kv_heads: usize) -> KvConfig {
+        KvConfig::new(KvLayout::Nhd { num_kv_heads, head_dim: 64 }, DType::Bf16, 16, 100)
+    }
+
+    #[test]
+    fn bytes_are_counted_over_planes_and_layers() {
+        let mut config = nhd(4);
+        config.num_layers = 3;
+        config.planes.push(PlaneConfig { name: "index_keys".into(), dtype: DType::U8, width: 128 });
+        assert_eq!(config.page_bytes().unwrap(), 3 * 16 * (2 * 4 * 64 * 2 + 128));
+        assert_eq!(config.memory_bytes().unwrap(), 100 * config.page_bytes().unwrap());
+    }
+
+    #[test]
+    fn sharding_is_idempotent_and_replicates_few_heads() {
+        let half = nhd(8).shard(2).unwrap();
+        assert_eq!(half.layout, KvLayout::Nhd { num_kv_heads: 4, head_dim: 64 });
+        assert_eq!(half.shard(2).unwrap(), half);
+        assert!(half.shard(4).is_err());
+        assert_eq!(nhd(2).shard(8).unwrap().layout, KvLayout::Nhd { num_kv_heads: 1, head_dim: 64 });
+        assert!(nhd(6).shard(4).is_err() && nhd(6).shard(0).is_err());
+        let layout = KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 };
+        assert_eq!(KvConfig::new(layout, DType::Bf16, 64, 4).shard(8).unwrap().layout, layout);
+    }
+
+    #[test]
+    fn impossible_geometries_name_the_field() {
+        let check = |change: fn(&mut KvConfig), field: &str| {
+            let mut config = nhd(4);
+            change(&mut config);
+            let said = config.check().unwrap_err().to_string();
+            assert!(said.starts_with(field), "{said}");
+        };
+        assert!(nhd(4).check().is_ok());
+        check(|c| c.page_size = 0, "page_size");
+        check(|c| c.page_size = usize::MAX, "page_size");
+        check(|c| c.max_num_pages = 1, "max_num_pages");
+        check(|c| c.max_num_pages = 1 << 40, "max_num_pages");
+        check(|c| c.max_seq_len = 0, "max_seq_len");
+        check(|c| c.num_layers = 0, "num_layers");
+        check(|c| c.dtype = DType::I64, "dtype");
+        check(|c| c.retention = Some(0), "retention");
+        check(|c| c.layout = KvLayout::Nhd { num_kv_heads: 0, head_dim: 64 }, "num_kv_heads");
+        check(
+            |c| c.planes = vec![PlaneConfig { name: "x".into(), dtype: DType::U8, width: 0 }],
+            "planes.width",
+        );
+    }
+
+    #[test]
+    fn retention_must_reach_as_far_as_the_window() {
+        let config = KvConfig { retention: Some(8), ..nhd(1) };
+        assert!(config.check_window(Some(8)).is_ok() && config.check_window(Some(9)).is_err());
+        assert!(config.check_window(None).is_err() && nhd(1).check_window(None).is_ok());
+    }
+}

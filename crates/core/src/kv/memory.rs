@@ -1,0 +1,429 @@
+//! The bytes of a cache: one buffer a plane, `[layers, P, S * width]`, and the only unsafe code of this crate.
+//!
+//! A page is one contiguous block in each layer of each plane, so that a fork's copy, an offload and a reload
+//! move blocks whatever the layout is. Addresses come from [`page_offset`] alone and are 64-bit. Which page
+//! may be written when is the store's business: this room only promises that nothing outside a page is touched.
+#![allow(unsafe_code)]
+
+use std::ptr::NonNull;
+
+use mstar_kernels::{Buffer, DType, Device, Error as KernelError, TensorRef};
+
+use super::{KvConfig, KvEntries, KvLayout, LayerView};
+use crate::Result;
+
+/// Elements before page `page` of a plane with `width` elements a token and `page_size` tokens a page. Pages of
+/// layer `l` are numbered from `l * P` on.
+pub const fn page_offset(page: u64, page_size: u64, width: u64) -> u64 {
+    page * page_size * width
+}
+
+/// One plane's memory.
+#[derive(Debug)]
+struct Plane {
+    name: String,
+    dtype: DType,
+    /// Elements a token.
+    width: usize,
+    /// First byte of `buffer`, which owns it.
+    base: NonNull<u8>,
+    buffer: Buffer,
+}
+
+/// All planes of a cache.
+#[derive(Debug)]
+pub(super) struct KvMemory {
+    planes: Vec<Plane>,
+    layout: KvLayout,
+    layers: usize,
+    pages: usize,
+    page_size: usize,
+}
+
+// SAFETY: `base` points into `buffer`, which is plain bytes and `Send`.
+unsafe impl Send for Plane {}
+// SAFETY: reads and writes through `base` are kept apart by the store: a slot has one writer, the step that
+// reserved it, and is listed for readers only in plans that come after the write.
+unsafe impl Sync for Plane {}
+
+/// Where the elements of a scattered tensor land in each token's place.
+#[derive(Clone, Copy)]
+struct Column {
+    /// Elements from the start of the page's block to token 0's part.
+    part: usize,
+    /// Elements between neighbouring tokens.
+    row: usize,
+    /// Elements into the token's row.
+    col: usize,
+}
+
+/// Pages of a request on the host, as blocks in page order.
+#[derive(Debug)]
+pub(super) struct HostPages {
+    buffer: Buffer,
+    pages: usize,
+}
+
+impl HostPages {
+    /// Bytes held.
+    pub(super) fn bytes(&self) -> usize {
+        self.buffer.len()
+    }
+
+    /// Pages held.
+    pub(super) fn pages(&self) -> usize {
+        self.pages
+    }
+}
+
+impl KvMemory {
+    /// Zeroed memory for a checked geometry.
+    pub(super) fn new(config: &KvConfig) -> Result<KvMemory> {
+        config.check()?;
+        let planes = config.all_planes().expect("a checked geometry has a size");
+        let planes = planes.into_iter().map(|(name, dtype, width)| {
+            let shape = [config.num_layers, config.max_num_pages, config.page_size, width];
+            let mut buffer = Buffer::for_tensor(dtype, &shape)?;
+            let bytes = buffer.len();
+            let start = buffer.tensor_mut(0, DType::U8, &[bytes])?.as_mut_ptr();
+            let base = NonNull::new(start).expect("a buffer's memory is never null");
+            Ok(Plane { name, dtype, width, base, buffer })
+        });
+        Ok(KvMemory {
+            planes: planes.collect::<Result<_>>()?,
+            layout: config.layout,
+            layers: config.num_layers,
+            pages: config.max_num_pages,
+            page_size: config.page_size,
+        })
+    }
+
+    /// Bytes allocated.
+    pub(super) fn bytes(&self) -> usize {
+        self.planes.iter().map(|p| p.buffer.len()).sum()
+    }
+
+    fn check_layer(&self, layer: usize) -> Result<()> {
+        if layer >= self.layers {
+            let why = format!("the cache has {} layers", self.layers);
+            return Err(KernelError::Parameter { name: "layer", why, got: layer.to_string() }.into());
+        }
+        Ok(())
+    }
+
+    fn plane_index(&self, name: &str) -> Result<usize> {
+        match self.planes[1..].iter().position(|p| p.name == name) {
+            Some(i) => Ok(i + 1),
+            None => {
+                let have: Vec<&str> = self.planes[1..].iter().map(|p| p.name.as_str()).collect();
+                let why = format!("the cache has the planes {have:?}");
+                Err(KernelError::Parameter { name: "plane", why, got: name.to_owned() }.into())
+            }
+        }
+    }
+
+    /// First element of a page of a layer, in bytes from the plane's base. The caller has checked both.
+    fn block(&self, plane: &Plane, layer: usize, page: usize) -> usize {
+        debug_assert!(layer < self.layers && page < self.pages);
+        let index = (layer * self.pages + page) as u64;
+        page_offset(index, self.page_size as u64, plane.width as u64) as usize * plane.dtype.size()
+    }
+
+    /// Bytes of one page in one layer of a plane.
+    fn block_bytes(&self, plane: &Plane) -> usize {
+        self.page_size * plane.width * plane.dtype.size()
+    }
+
+    fn view(&self, plane: &Plane, layer: usize, part: usize, shape: &[usize]) -> Result<TensorRef<'_>> {
+        let mut strides = [1usize; 4];
+        for axis in (1..shape.len()).rev() {
+            strides[axis - 1] = strides[axis] * shape[axis];
+        }
+        strides[0] = self.page_size * plane.width; // a page's block, whatever part of it is viewed
+        let offset = self.block(plane, layer, 0) + part * plane.dtype.size();
+        // SAFETY: the layer's block starts inside the buffer (`check_layer`), every page of `shape[0] = P` lies
+        // `S * width` elements after the one before it, and `part + [S, ..]` stays inside a page. Writers are
+        // kept apart from readers by the store (see `Sync`).
+        unsafe {
+            let first = self.planes_base(plane).add(offset);
+            Ok(TensorRef::from_raw_parts(first, Device::Cpu, plane.dtype, shape, &strides[..shape.len()])?)
+        }
+    }
+
+    fn planes_base(&self, plane: &Plane) -> *mut u8 {
+        plane.base.as_ptr()
+    }
+
+    /// One layer of the keys and values, or latents.
+    pub(super) fn layer(&self, layer: usize) -> Result<LayerView<'_>> {
+        self.check_layer(layer)?;
+        let (plane, p, s) = (&self.planes[0], self.pages, self.page_size);
+        match self.layout {
+            KvLayout::Nhd { num_kv_heads: g, head_dim: d } => Ok(LayerView::Nhd {
+                k: self.view(plane, layer, 0, &[p, s, g, d])?,
+                v: self.view(plane, layer, s * g * d, &[p, s, g, d])?,
+            }),
+            KvLayout::Mla { .. } => {
+                Ok(LayerView::Mla { latent: self.view(plane, layer, 0, &[p, s, plane.width])? })
+            }
+        }
+    }
+
+    /// One layer of a further plane, `[P, S, width]`.
+    pub(super) fn plane(&self, name: &str, layer: usize) -> Result<TensorRef<'_>> {
+        self.check_layer(layer)?;
+        let plane = &self.planes[self.plane_index(name)?];
+        self.view(plane, layer, 0, &[self.pages, self.page_size, plane.width])
+    }
+
+    /// Refuses slots that are neither -1 nor inside the cache, before anything is written.
+    fn check_slots(&self, slots: &[i64]) -> Result<()> {
+        let end = (self.pages as i64).saturating_mul(self.page_size as i64);
+        match slots.iter().position(|&slot| slot < -1 || slot >= end) {
+            None => Ok(()),
+            Some(index) => {
+                let why = format!("must be -1 (write nothing) or below P * S = {end}");
+                Err(KernelError::Index { array: "slots", index, got: slots[index], why }.into())
+            }
+        }
+    }
+
+    /// Writes one layer's entries, token `t` to `slots[t]`; -1 writes nothing. Tokens are written in order, so
+    /// of two with the same slot the later stays; plans never name a slot twice.
+    ///
+    /// The caller is the only writer of these slots while this runs, and nobody reads them.
+    pub(super) fn write(&self, layer: usize, slots: &[i64], entries: KvEntries<'_>) -> Result<()> {
+        self.check_layer(layer)?;
+        self.check_slots(slots)?;
+        let (t, plane) = (slots.len(), &self.planes[0]);
+        let dtype = Some(plane.dtype);
+        match (self.layout, entries) {
+            (KvLayout::Nhd { num_kv_heads: g, head_dim: d }, KvEntries::Nhd { k, v }) => {
+                let extents = [Some(t), Some(g), Some(d)];
+                k.expect("k", "[T, G, D]", &extents, dtype, Device::Cpu)?;
+                v.expect("v", "[T, G, D]", &extents, dtype, Device::Cpu)?;
+                let row = g * d;
+                self.scatter(plane, layer, slots, Column { part: 0, row, col: 0 }, k);
+                self.scatter(plane, layer, slots, Column { part: self.page_size * row, row, col: 0 }, v);
+                Ok(())
+            }
+            (KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e }, KvEntries::Mla { ckv, kpe }) => {
+                ckv.expect("ckv", "[T, C]", &[Some(t), Some(c)], dtype, Device::Cpu)?;
+                kpe.expect("kpe", "[T, E]", &[Some(t), Some(e)], dtype, Device::Cpu)?;
+                let row = c + e;
+                self.scatter(plane, layer, slots, Column { part: 0, row, col: 0 }, ckv);
+                self.scatter(plane, layer, slots, Column { part: 0, row, col: c }, kpe);
+                Ok(())
+            }
+            (layout, entries) => {
+                let got = match entries {
+                    KvEntries::Nhd { .. } => "keys and values",
+                    KvEntries::Mla { .. } => "latents",
+                };
+                let why = format!("the cache's layout is {layout:?}");
+                Err(KernelError::Parameter { name: "entries", why, got: got.to_owned() }.into())
+            }
+        }
+    }
+
+    /// Writes one layer's entries `[T, width]` of a further plane; otherwise as [`KvMemory::write`].
+    pub(super) fn write_plane(
+        &self,
+        name: &str,
+        layer: usize,
+        slots: &[i64],
+        entries: TensorRef<'_>,
+    ) -> Result<()> {
+        self.check_layer(layer)?;
+        self.check_slots(slots)?;
+        let plane = &self.planes[self.plane_index(name)?];
+        let extents = [Some(slots.len()), Some(plane.width)];
+        entries.expect("plane", "[T, width]", &extents, Some(plane.dtype), Device::Cpu)?;
+        self.scatter(plane, layer, slots, Column { part: 0, row: plane.width, col: 0 }, entries);
+        Ok(())
+    }
+
+    /// Copies `src` `[T, ..]` (one or two inner axes) to the slots' places. All arguments are checked.
+    fn scatter(&self, plane: &Plane, layer: usize, slots: &[i64], to: Column, src: TensorRef<'_>) {
+        let size = plane.dtype.size();
+        let (heads, width) = match *src.shape() {
+            [_, width] => (1, width),
+            [_, heads, width] => (heads, width),
+            _ => unreachable!("`expect` held the rank to 2 or 3"),
+        };
+        let token_stride = src.strides()[0];
+        let head_stride = if src.rank() == 3 { src.strides()[1] } else { width };
+        // One run a token where the heads are packed, else one a head.
+        let (runs, run) =
+            if head_stride == width || heads == 1 { (1, heads * width) } else { (heads, width) };
+        if run == 0 {
+            return;
+        }
+        for (t, &slot) in slots.iter().enumerate() {
+            let Ok(slot) = usize::try_from(slot) else { continue }; // -1 writes nothing
+            let (page, at) = (slot / self.page_size, slot % self.page_size);
+            let dst = self.block(plane, layer, page) + (to.part + at * to.row + to.col) * size;
+            for i in 0..runs {
+                // SAFETY: `check_slots` held the page inside the plane, and `part + (S - 1) * row + col + heads *
+                // width` is at most a page's block; the source is a view that `expect` held to `[T, heads, width]`
+                // with a contiguous last axis. `copy` allows a source that lies in the cache itself. The store
+                // gives a slot to one writer at a time.
+                unsafe {
+                    let from = src.as_ptr().add((t * token_stride + i * head_stride) * size);
+                    let into = self.planes_base(plane).add(dst + i * run * size);
+                    std::ptr::copy(from, into, run * size);
+                }
+            }
+        }
+    }
+
+    /// Copies whole pages, every plane and layer: a fork's partial last page, made writable.
+    ///
+    /// Both ids are pages of this cache; nobody writes the first or touches the second meanwhile.
+    pub(super) fn copy_page(&self, from: i32, to: i32) {
+        let (from, to) = (self.checked(from), self.checked(to));
+        for plane in &self.planes {
+            let bytes = self.block_bytes(plane);
+            for layer in 0..self.layers {
+                let (src, dst) = (self.block(plane, layer, from), self.block(plane, layer, to));
+                // SAFETY: both blocks lie inside the plane (`checked`); `copy` allows equal ids.
+                unsafe {
+                    let base = self.planes_base(plane);
+                    std::ptr::copy(base.add(src), base.add(dst), bytes);
+                }
+            }
+        }
+    }
+
+    /// Copies pages to the host, in order. Nobody writes them meanwhile.
+    ///
+    /// # Errors
+    /// When the host has no memory for them.
+    pub(super) fn save(&self, pages: &[i32]) -> Result<HostPages> {
+        let each: usize = self.planes.iter().map(|p| self.block_bytes(p) * self.layers).sum();
+        let mut buffer = Buffer::zeroed(each * pages.len())?;
+        let bytes = buffer.len();
+        let host = buffer.tensor_mut(0, DType::U8, &[bytes])?.as_mut_ptr();
+        let mut at = 0;
+        self.blocks(pages, |plane, block, bytes| {
+            // SAFETY: `blocks` yields blocks inside the planes, `at` walks exactly the buffer's length, and the
+            // two allocations are distinct.
+            unsafe { std::ptr::copy_nonoverlapping(plane.add(block), host.add(at), bytes) };
+            at += bytes;
+        });
+        Ok(HostPages { buffer, pages: pages.len() })
+    }
+
+    /// Copies saved pages back, into the same number of pages. Nobody else touches them meanwhile.
+    pub(super) fn load(&self, host: &HostPages, pages: &[i32]) {
+        assert_eq!(host.pages, pages.len(), "a reload has a page for each one saved");
+        let view = host.buffer.tensor(0, DType::U8, &[host.buffer.len()]).expect("the whole buffer");
+        let mut at = 0;
+        self.blocks(pages, |plane, block, bytes| {
+            // SAFETY: as in `save`, which made the buffer with this very walk.
+            unsafe { std::ptr::copy_nonoverlapping(view.as_ptr().add(at), plane.add(block), bytes) };
+            at += bytes;
+        });
+    }
+
+    /// Calls `each` with a plane's base, a block's offset and its bytes, for every page, plane and layer.
+    fn blocks(&self, pages: &[i32], mut each: impl FnMut(*mut u8, usize, usize)) {
+        for &page in pages {
+            let page = self.checked(page);
+            for plane in &self.planes {
+                let bytes = self.block_bytes(plane);
+                for layer in 0..self.layers {
+                    each(self.planes_base(plane), self.block(plane, layer, page), bytes);
+                }
+            }
+        }
+    }
+
+    /// A page id as an index.
+    fn checked(&self, page: i32) -> usize {
+        let index = usize::try_from(page).ok().filter(|&p| p < self.pages);
+        index.unwrap_or_else(|| panic!("broken invariant: page {page} of a cache of {} pages", self.pages))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory() -> KvMemory {
+        let layout = KvLayout::Nhd { num_kv_heads: 2, head_dim: 4 };
+        let mut config = KvConfig::new(layout, DType::F32, 2, 4);
+        config.num_layers = 2;
+        config.planes = vec![super::super::PlaneConfig { name: "scales".into(), dtype: DType::U8, width: 3 }];
+        KvMemory::new(&config).unwrap()
+    }
+
+    #[test]
+    fn f09_page_addresses_are_64_bit() {
+        assert_eq!(page_offset(131_072, 64, 576), 4_831_838_208);
+        assert!(page_offset(58_254, 64, 576) < 1 << 31 && page_offset(58_255, 64, 576) > 1 << 31);
+    }
+
+    #[test]
+    fn a_token_lands_in_its_slot_of_its_layer_from_any_outer_stride() {
+        let memory = memory();
+        let fused: Vec<f32> = (0..2 * 20).map(|i| i as f32).collect(); // two tokens of [k 8 | v 8 | 4 more]
+        let k = TensorRef::from_slice_strided(&fused, &[2, 2, 4], &[20, 4, 1]).unwrap();
+        let v = TensorRef::from_slice_strided(&fused[8..], &[2, 2, 4], &[20, 4, 1]).unwrap();
+        memory.write(1, &[5, -1], KvEntries::Nhd { k, v }).unwrap();
+        let LayerView::Nhd { k, v } = memory.layer(1).unwrap() else { panic!() };
+        let row = |t: TensorRef<'_>| {
+            let page = t.select(0, 2).unwrap().select(0, 1).unwrap();
+            page.as_slice::<f32>().unwrap().to_vec()
+        };
+        assert_eq!(row(k), fused[..8]);
+        assert_eq!(row(v), fused[8..16]);
+        let LayerView::Nhd { k, .. } = memory.layer(0).unwrap() else { panic!() };
+        assert_eq!(row(k), [0.0; 8]);
+        let whole = memory.planes[0].buffer.tensor(0, DType::F32, &[2 * 4 * 2 * 16]).unwrap();
+        assert_eq!(whole.as_slice::<f32>().unwrap().iter().filter(|&&x| x != 0.0).count(), 15);
+    }
+
+    #[test]
+    fn f14_a_slot_of_minus_one_writes_nothing_and_one_past_the_end_is_an_error() {
+        let memory = memory();
+        let ones = [1f32; 24];
+        let x = TensorRef::from_slice(&ones, &[3, 2, 4]).unwrap();
+        let all = |m: &KvMemory| {
+            let t = m.planes[0].buffer.tensor(0, DType::F32, &[256]).unwrap();
+            t.as_slice::<f32>().unwrap().to_vec()
+        };
+        for slots in [[2, 3, 8], [2, 3, -2], [2, 3, i64::MAX], [2, 3, i64::MIN]] {
+            assert!(memory.write(0, &slots, KvEntries::Nhd { k: x, v: x }).is_err());
+            assert_eq!(all(&memory), [0.0; 256]);
+        }
+        memory.write(0, &[2, -1, -1], KvEntries::Nhd { k: x, v: x }).unwrap();
+        assert_eq!(all(&memory).iter().sum::<f32>(), 16.0);
+    }
+
+    #[test]
+    fn pages_move_with_every_plane_and_layer() {
+        let memory = memory();
+        for layer in 0..2u8 {
+            let ones = [f32::from(layer + 1); 16];
+            let x = TensorRef::from_slice(&ones, &[2, 2, 4]).unwrap();
+            memory.write(layer.into(), &[2, 3], KvEntries::Nhd { k: x, v: x }).unwrap();
+            let scales = [layer + 7; 6];
+            let scales = TensorRef::from_slice(&scales, &[2, 3]).unwrap();
+            memory.write_plane("scales", layer.into(), &[2, 3], scales).unwrap();
+        }
+        memory.copy_page(1, 2);
+        let host = memory.save(&[2]).unwrap();
+        memory.load(&host, &[3]);
+        for layer in 0..2u8 {
+            let LayerView::Nhd { v, .. } = memory.layer(layer.into()).unwrap() else { panic!() };
+            let scales = memory.plane("scales", layer.into()).unwrap();
+            for page in [1, 2, 3] {
+                let v = v.select(0, page).unwrap();
+                assert_eq!(v.as_slice::<f32>().unwrap(), [f32::from(layer + 1); 16]);
+                assert_eq!(scales.select(0, page).unwrap().as_slice::<u8>().unwrap(), [layer + 7; 6]);
+            }
+        }
+        assert!(memory.layer(2).is_err() && memory.plane("keys", 0).is_err());
+    }
+}

@@ -1,0 +1,83 @@
+//! A cache as attention resources see it: layers to read, entries to write, plans to follow.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use mstar_kernels::{Stream, TensorRef};
+
+use super::{KvConfig, KvPlan};
+use crate::{Label, PlanId, Resource, Result, StepSerial};
+
+/// One layer of a cache, as a kernel reads it.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum LayerView<'a> {
+    /// `k` and `v`, each `[P, S, G, D]`.
+    Nhd {
+        /// Keys.
+        k: TensorRef<'a>,
+        /// Values.
+        v: TensorRef<'a>,
+    },
+    /// `latent`, `[P, S, C + E]`.
+    Mla {
+        /// Latents.
+        latent: TensorRef<'a>,
+    },
+}
+
+/// What a step writes into a cache.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum KvEntries<'a> {
+    /// `k` and `v`, each `[T, G, D]`.
+    Nhd {
+        /// Keys.
+        k: TensorRef<'a>,
+        /// Values.
+        v: TensorRef<'a>,
+    },
+    /// `ckv` `[T, C]` and `kpe` `[T, E]`.
+    Mla {
+        /// Compressed latents.
+        ckv: TensorRef<'a>,
+        /// Rotary parts.
+        kpe: TensorRef<'a>,
+    },
+}
+
+/// A paged cache, as attention resources see it.
+pub trait PagedKv: Resource {
+    /// Its geometry.
+    fn config(&self) -> &KvConfig;
+
+    /// A plan made by [`Resource::plan`].
+    ///
+    /// # Errors
+    /// When there is none, or it belongs to another step.
+    fn kv_plan(&self, id: &PlanId) -> Result<Arc<KvPlan>>;
+
+    /// The labels that a step was planned under.
+    ///
+    /// # Errors
+    /// When the step was not planned.
+    fn plan_labels(&self, serial: StepSerial) -> Result<Vec<Label>>;
+
+    /// One layer's pages.
+    ///
+    /// # Errors
+    /// A layer that the cache does not have.
+    fn layer(&self, layer: usize) -> Result<LayerView<'_>>;
+
+    /// A plane of one layer, `[P, S, width]`.
+    ///
+    /// # Errors
+    /// A layer or plane that the cache does not have.
+    fn plane(&self, name: &str, layer: usize) -> Result<TensorRef<'_>>;
+
+    /// Writes the step's entries of one layer to the planned slots.
+    ///
+    /// # Errors
+    /// Shapes or dtypes that are not the cache's; nothing is written.
+    fn write_kv(&self, id: &PlanId, layer: usize, entries: KvEntries<'_>, stream: &Stream) -> Result<()>;
+}

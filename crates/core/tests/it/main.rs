@@ -1,0 +1,3 @@
+//! The crate's integration tests, one binary of named modules.
+
+mod store;
