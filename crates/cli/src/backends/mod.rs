@@ -3,10 +3,13 @@
 mod device;
 mod nvrtc;
 mod registry;
+mod softmax;
 
-pub(crate) use device::{Chosen, NOT_BUILT, choose};
+pub(crate) use device::choose;
 pub(crate) use registry::registry;
+pub(crate) use softmax::softmax;
 
+use self::device::NOT_BUILT;
 use mstar_kernels::cards::{Driver, NoCuda};
 use mstar_kernels::cpu::Isa;
 use serde_json::{Value, json};
@@ -119,6 +122,7 @@ fn as_json(machine: &Machine, driver: &Result<Driver, NoCuda>) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use self::device::NOT_BUILT;
     use super::*;
     use crate::text::COLUMNS;
     use mstar_kernels::cards::Card;

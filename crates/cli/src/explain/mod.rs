@@ -1,12 +1,28 @@
-//! `mstar explain`.
+//! `mstar explain`: what a spec resolves to, what it will cost, and what will run, before anything does.
+
+mod memory;
+mod prepare;
+mod show;
+
+pub(crate) use prepare::{Prepared, Served, SpecArguments, prepare};
 
 use crate::exit::Exit;
+use crate::text::print;
 
 /// Arguments of `mstar explain`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Arguments {}
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    spec: SpecArguments,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
 
-/// Runs the subcommand.
-pub(crate) fn command(_args: Arguments) -> anyhow::Result<Exit> {
-    anyhow::bail!("mstar explain is not built yet")
+/// Runs the subcommand. A spec that reads well and could not run here is explained all the same.
+pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
+    let prepared = prepare(&args.spec)?;
+    let text = if args.json { show::as_json(&prepared) } else { show::as_text(&prepared) };
+    print(&text)?;
+    Ok(Exit::Success)
 }

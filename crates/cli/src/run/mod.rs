@@ -6,7 +6,7 @@ mod content;
 mod event;
 mod scheduler;
 mod script;
-mod workload;
+pub(crate) mod workload;
 
 use crate::exit::Exit;
 

@@ -77,11 +77,10 @@ fn short_retention(spec: &Spec, name: &str, attention: &AttentionSpec) -> Option
     }
     match spec.model.window_left {
         None => Some(format!(
-            "{name} attends every token, {kept} would be kept; set model.window_left below {kept}, or remove retention"
+            "{name} attends every token, {kept} would be kept; set model.window_left to {kept} or less, or remove retention"
         )),
-        Some(window) if kept <= window => Some(format!(
-            "{kept} tokens are fewer than the {} that a query of {name} sees (model.window_left {window} and itself)",
-            window as u64 + 1
+        Some(window) if kept < window => Some(format!(
+            "{kept} tokens are fewer than the {window} to the left of a query that {name} sees (model.window_left)"
         )),
         Some(_) => None,
     }

@@ -55,7 +55,8 @@ impl ResourceKind {
 pub struct KvSpec {
     /// Its geometry on one rank.
     pub config: KvConfig,
-    /// `host_pages`: pages' worth of host memory that whole requests are offloaded to; 0 offloads nothing.
+    /// `host_pages`: the most pages' worth of host memory that whole requests are offloaded to, taken as needed; as many as
+    /// `max_num_pages` unless said, and 0 offloads nothing.
     pub host_pages: usize,
 }
 
@@ -241,7 +242,7 @@ fn read_kv(
     let max_seq_len = f.count("max_seq_len", 1..=MAX_I32);
     let prefix_cache = f.flag_or("prefix_cache", false);
     let retention = f.count_opt("retention", 1..=MAX_I32);
-    let host_pages = f.count_or("host_pages", 0, 0..=MAX_I32);
+    let host_pages = f.count_or("host_pages", max_num_pages.unwrap_or(0), 0..=MAX_I32);
     let planes = read_planes(&mut f);
     let model = around.model;
     let heads = model.and_then(|model| model.rank_heads(around.world_size).ok());

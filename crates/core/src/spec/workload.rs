@@ -6,7 +6,7 @@ use super::{Faults, Fields, Node, keys, scalar};
 /// Tokens of one prompt, context or output.
 const MAX_LEN: u64 = i32::MAX as u64;
 /// Requests of a run.
-const MAX_REQUESTS: u64 = 10_000_000;
+const MAX_REQUESTS: u64 = 1_000_000;
 
 /// The `workload` section.
 #[derive(Clone, Debug, PartialEq)]

@@ -1,0 +1,208 @@
+//! Everything that can be known of a run before it starts: the checked spec, the device, who serves each attention resource,
+//! the requests, and what memory it will take. `mstar explain` prints it; `mstar run` begins with it.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, bail};
+use mstar_core::ResourceName;
+use mstar_core::attend::{AttnBackend, AttnGeometry, BackendOptions, Rank, Reason, resolve_attn_backend};
+use mstar_core::kv::{KvConfig, KvLayout};
+use mstar_core::spec::{DeviceChoice, Fallback, Faults, ResourceKind, Spec};
+use mstar_kernels::Device;
+
+use super::memory::Estimate;
+use crate::backends::{choose, registry, softmax};
+use crate::machine::Machine;
+use crate::run::workload::{self, RequestPlan};
+use crate::text::bytes;
+
+/// Arguments of every subcommand that takes a spec.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct SpecArguments {
+    /// The spec, a YAML file.
+    pub(crate) spec: PathBuf,
+    /// Replace one value of the spec, such as `workload.requests=20`; may be given often.
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub(crate) set: Vec<String>,
+    /// Run here instead of where the spec says: auto, cpu, cuda or cuda:N.
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) device: Option<String>,
+}
+
+/// A spec, ready to run unless [`Prepared::refuse`] says why not.
+pub(crate) struct Prepared {
+    /// The checked spec.
+    pub(crate) spec: Spec,
+    /// Its file, as it was named.
+    pub(crate) path: PathBuf,
+    /// Where it runs.
+    pub(crate) device: Device,
+    /// The line that says why that device, when it was not named.
+    pub(crate) note: Option<String>,
+    /// The attention resources, in dependency order.
+    pub(crate) attentions: Vec<Served>,
+    /// The workload's requests, in order of arrival; empty without a workload.
+    pub(crate) requests: Vec<RequestPlan>,
+    /// Memory by line.
+    pub(crate) estimate: Estimate,
+    /// The machine.
+    pub(crate) machine: Machine,
+}
+
+/// An attention resource and the backend that serves it.
+pub(crate) struct Served {
+    /// The resource.
+    pub(crate) name: ResourceName,
+    /// The backend's name.
+    pub(crate) backend: &'static str,
+    /// Whether the spec named it, rather than `auto`.
+    pub(crate) named: bool,
+    /// What it attends.
+    pub(crate) geometry: AttnGeometry,
+    /// How well it serves that here, or why not.
+    pub(crate) support: Result<Rank, Reason>,
+    /// Its options, checked.
+    pub(crate) options: Box<dyn BackendOptions>,
+}
+
+/// Reads and settles a spec. Nothing is allocated for it yet.
+///
+/// # Errors
+/// A spec that is refused, a device that is not here, a backend that is not compiled in, a trace that cannot be read.
+pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
+    let spec = Spec::load(&arguments.spec, &arguments.set)?;
+    let choice = match arguments.device.as_deref().map(DeviceChoice::parse) {
+        None => spec.device,
+        Some(Ok(choice)) => choice,
+        Some(Err(why)) => bail!("--device: {why}"),
+    };
+    let chosen = choose(choice)?;
+    let source = arguments.spec.display().to_string();
+    let attentions = serve(&spec, chosen.device, &source)?;
+    let requests = match &spec.workload {
+        None => Vec::new(),
+        Some(workload) => workload::load(workload, spec.seed, &arguments.spec)
+            .with_context(|| format!("{source}: workload"))?,
+    };
+    let machine = Machine::probe();
+    let estimate = Estimate::of(&spec, &attentions, &requests, machine.threads);
+    Ok(Prepared {
+        spec,
+        path: arguments.spec.clone(),
+        device: chosen.device,
+        note: chosen.note,
+        attentions,
+        requests,
+        estimate,
+        machine,
+    })
+}
+
+/// Finds the backend of each attention resource and reads its options. That a backend does not serve its geometry is kept,
+/// not refused: `explain` says it.
+fn serve(spec: &Spec, device: Device, source: &str) -> anyhow::Result<Vec<Served>> {
+    let backends = registry();
+    let faults = Faults::new();
+    let mut served = Vec::new();
+    let heads = spec.model.rank_heads(spec.world_size).map_err(anyhow::Error::msg)?;
+    for (name, attention) in spec.attentions() {
+        let geometry = match attention.kv_cache.as_ref().and_then(|cache| spec.resource(cache)) {
+            Some(cache) => match &cache.kind {
+                ResourceKind::Kv(kv) => geometry(spec, &kv.config, heads.num_qo_heads),
+                _ => geometry(spec, &without_pages(spec), heads.num_qo_heads),
+            },
+            None => geometry(spec, &without_pages(spec), heads.num_qo_heads),
+        };
+        let asked = AttnBackend::parse(&attention.backend);
+        let factory = match resolve_attn_backend(&asked, device, &geometry, &backends) {
+            Ok(factory) => factory,
+            Err(why) => {
+                let at = attention.node.get("backend").unwrap_or(&attention.node);
+                faults.push(at.error(why.to_string()));
+                continue;
+            }
+        };
+        let Some(options) = factory.parse(&attention.options, &faults) else { continue };
+        served.push(Served {
+            name: name.clone(),
+            backend: factory.name(),
+            named: asked != AttnBackend::Auto,
+            support: factory.supports(device, &geometry),
+            geometry,
+            options,
+        });
+    }
+    faults.settle(source)?;
+    Ok(served)
+}
+
+fn geometry(spec: &Spec, kv: &KvConfig, num_qo_heads: usize) -> AttnGeometry {
+    AttnGeometry::over(kv, num_qo_heads, spec.dtype, softmax(spec, num_qo_heads))
+}
+
+/// What an attention resource without a paged cache (a ring, or keys of its own) is asked about.
+fn without_pages(spec: &Spec) -> KvConfig {
+    let model = &spec.model;
+    let layout = match (model.head_dim, model.num_kv_heads, model.kv_lora_rank) {
+        (Some(head_dim), Some(num_kv_heads), _) => KvLayout::Nhd { num_kv_heads, head_dim },
+        (_, _, rank) => {
+            KvLayout::Mla { kv_lora_rank: rank.unwrap_or(0), qk_rope_head_dim: model.qk_rope_head_dim }
+        }
+    };
+    KvConfig { num_layers: model.layers, ..KvConfig::new(layout, spec.dtype, 1, 1) }
+}
+
+impl Prepared {
+    /// What keeps this spec from running here, in words; empty when nothing does.
+    pub(crate) fn refusals(&self) -> Vec<String> {
+        let mut why = Vec::new();
+        for served in &self.attentions {
+            match served.support {
+                Err(ref reason) => {
+                    why.push(format!("{}: backend {}: {reason}", served.name, served.backend));
+                }
+                Ok(Rank::REFERENCE) if self.spec.fallback == Fallback::Refuse => why.push(format!(
+                    "{}: backend {} has only the slow reference for this; allow it with fallback: reference",
+                    served.name, served.backend
+                )),
+                Ok(_) => {}
+            }
+        }
+        for resource in &self.spec.resources {
+            let kind = resource.kind.name();
+            if matches!(resource.kind, ResourceKind::Dsa(_) | ResourceKind::Ring(_)) {
+                why.push(format!(
+                    "{}: a resource of kind {kind} is not built in this version",
+                    resource.name
+                ));
+            }
+        }
+        if self.spec.workload.is_none() {
+            why.push("the spec has no workload".into());
+        }
+        if let Some(available) = self.machine.memory_available
+            && self.estimate.most() > u128::from(available)
+        {
+            why.push(format!(
+                "it may take {} of memory and {} are available; lower {}",
+                bytes(self.estimate.most()),
+                bytes(available.into()),
+                self.estimate.largest_key()
+            ));
+        }
+        why
+    }
+
+    /// Refuses a spec that could not be finished.
+    ///
+    /// # Errors
+    /// The first reason, and that `explain` says more.
+    pub(crate) fn refuse(&self) -> anyhow::Result<()> {
+        match self.refusals().as_slice() {
+            [] => Ok(()),
+            [first, ..] => {
+                bail!("{}: {first} (mstar explain says more)", self.path.display())
+            }
+        }
+    }
+}
