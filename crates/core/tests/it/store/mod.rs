@@ -1,5 +1,9 @@
 //! The paged store, from outside: faults by name, forks, the prefix index, offload, preplan, and the model.
 
 mod faults;
+mod forks;
 mod harness;
+mod offload;
 mod plain;
+mod prefix;
+mod preplan;
