@@ -73,6 +73,11 @@ pub(super) trait Body {
     /// # Safety
     /// As [`pack::values`].
     unsafe fn pack_values(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32);
+    /// Asks for `bytes` from `at` on to be brought near.
+    ///
+    /// # Safety
+    /// The instruction set is there; any address will do.
+    unsafe fn prefetch(at: *const u8, bytes: usize);
     /// # Safety
     /// The pointers of `block` reach as far as [`Block`] says, and nobody else touches what is written.
     unsafe fn attend(block: &Block);
@@ -102,10 +107,14 @@ unsafe fn multiply<
         // SAFETY: the caller's promise.
         unsafe {
             let b = b.add(i * 2 * S::LANES).cast::<f32>();
-            let b: [S::F; NV] = std::array::from_fn(|v| s.load(b.add(v * S::LANES)));
+            // Loops rather than closures: a closure is a function of its own, without the target features.
+            let mut vectors = [s.splat(0.0); NV];
+            for v in 0..NV {
+                vectors[v] = s.load(b.add(v * S::LANES));
+            }
             for r in 0..MR {
                 for v in 0..NV {
-                    acc[r][v] = P::multiply_add(s, acc[r][v], a.add(r * ROW + i * STEP), b[v]);
+                    acc[r][v] = P::multiply_add(s, acc[r][v], a.add(r * ROW + i * STEP), vectors[v]);
                 }
             }
         }
@@ -130,9 +139,9 @@ unsafe fn scores<S: Simd, P: Product<S>, const MB: usize, const MR: usize, const
         let keys = block.keys.add(panel * panel_words);
         let zero = [[s.splat(0.0); NV]; MR];
         let acc = multiply::<S, P, MR, NV, 1, MB>(s, block.key_words, block.q, keys, zero);
-        for (r, row) in acc.iter().enumerate() {
-            for (v, &x) in row.iter().enumerate() {
-                s.store(block.scores.add(r * KEY_TILE + panel * width + v * S::LANES), x);
+        for r in 0..MR {
+            for v in 0..NV {
+                s.store(block.scores.add(r * KEY_TILE + panel * width + v * S::LANES), acc[r][v]);
             }
         }
     }
@@ -146,7 +155,7 @@ unsafe fn scores<S: Simd, P: Product<S>, const MB: usize, const MR: usize, const
 unsafe fn weighted_values<S: Simd, P: Product<S>, const MR: usize, const NV: usize>(
     s: S,
     block: &Block,
-    shrink: &[f32; MAX_ROWS],
+    shrink: &[f32; 16],
     panel: usize,
     keys: (usize, usize),
 ) {
@@ -159,25 +168,27 @@ unsafe fn weighted_values<S: Simd, P: Product<S>, const MR: usize, const NV: usi
     unsafe {
         // A panel's narrow end and a block's missing rows go through a copy: [MR, NV * LANES].
         let mut edge = [0f32; MAX_ROWS * 32];
-        let at = |o: *mut f32, edge: *mut f32, r: usize, v: usize| {
-            if whole { o.add(r * block.dv + first + v * S::LANES) } else { edge.add((r * NV + v) * S::LANES) }
-        };
-        if !whole {
+        let (o, stride) = if whole {
+            (block.o.add(first), block.dv)
+        } else {
             for r in 0..block.rows.min(MR) {
                 let row = block.o.add(r * block.dv + first);
                 row.copy_to_nonoverlapping(edge.as_mut_ptr().add(r * NV * S::LANES), present);
             }
+            (edge.as_mut_ptr(), NV * S::LANES)
+        };
+        let mut before = [[s.splat(0.0); NV]; MR];
+        for r in 0..MR {
+            for v in 0..NV {
+                before[r][v] = s.mul(s.load(o.add(r * stride + v * S::LANES)), s.splat(shrink[r]));
+            }
         }
-        let edge_at = edge.as_mut_ptr();
-        let before: [[S::F; NV]; MR] = std::array::from_fn(|r| {
-            std::array::from_fn(|v| s.mul(s.load(at(block.o, edge_at, r, v)), s.splat(shrink[r])))
-        });
         let values = block.values.add((panel * (KEY_TILE / P::PER_WORD) + from) * width);
         let weights = block.scores.cast::<u32>().cast_const().add(from);
         let acc = multiply::<S, P, MR, NV, KEY_TILE, 1>(s, to - from, weights, values, before);
-        for (r, row) in acc.iter().enumerate() {
-            for (v, &x) in row.iter().enumerate() {
-                s.store(at(block.o, edge_at, r, v), x);
+        for r in 0..MR {
+            for v in 0..NV {
+                s.store(o.add(r * stride + v * S::LANES), acc[r][v]);
             }
         }
         if !whole {
@@ -237,6 +248,15 @@ unsafe fn attend<S: Simd, P: Product<S>, const MB: usize>(s: S, block: &Block) {
     }
 }
 
+/// # Safety
+/// As [`Body::prefetch`].
+#[inline(always)]
+unsafe fn bring_near<S: Simd>(s: S, at: *const u8, bytes: usize) {
+    for line in (0..bytes).step_by(64) {
+        s.prefetch(at.wrapping_add(line));
+    }
+}
+
 macro_rules! body {
     ($(#[$doc:meta])* $name:ident, $token:expr, $simd:ty, $product:ty, $rows:literal $(, $features:literal)?) => {
         $(#[$doc])*
@@ -275,6 +295,16 @@ macro_rules! body {
                 }
                 // SAFETY: the caller's promise.
                 unsafe { inner(rows, shape, to, stage) }
+            }
+
+            unsafe fn prefetch(at: *const u8, bytes: usize) {
+                $(#[target_feature(enable = $features)])?
+                unsafe fn inner(at: *const u8, bytes: usize) {
+                    // SAFETY: the caller's promise.
+                    unsafe { bring_near($token, at, bytes) }
+                }
+                // SAFETY: the caller's promise.
+                unsafe { inner(at, bytes) }
             }
 
             unsafe fn attend(block: &Block) {

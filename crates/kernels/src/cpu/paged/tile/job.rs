@@ -97,6 +97,23 @@ impl TileJob<'_> {
         begin..end
     }
 
+    /// The positions within `keys` that some token may see: spans begin and end in the order of their tokens.
+    pub(super) fn reach(&self, keys: &Range<usize>) -> Range<usize> {
+        let (first, last) = (self.span(0), self.span(self.tokens - 1));
+        first.start.max(keys.start)..last.end.min(keys.end)
+    }
+
+    /// Whether every token sees the whole key tile at `base`.
+    pub(super) fn sees_whole(&self, base: usize, keys: &Range<usize>) -> bool {
+        let (begin, end) = (self.span(self.tokens - 1).start, self.span(0).end);
+        self.mask.is_none() && begin.max(keys.start) <= base && base + KEY_TILE <= end.min(keys.end)
+    }
+
+    /// Which positions of the key tile at `base` some token sees.
+    pub(super) fn seen(&self, base: usize, keys: &Range<usize>) -> u128 {
+        (0..self.tokens).fold(0, |seen, t| seen | self.visible(t, base, keys))
+    }
+
     /// Which positions of the key tile at `base` token `t` sees within `keys`: bit `i` is position `base + i`.
     pub(super) fn visible(&self, t: usize, base: usize, keys: &Range<usize>) -> u128 {
         let span = self.span(t);

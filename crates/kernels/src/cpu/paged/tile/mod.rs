@@ -134,53 +134,92 @@ fn drive<B: Body>(job: &TileJob<'_>, keys: Range<usize>, state: &mut TileState<'
         }
     }
 
-    // Nobody of the tile sees a key outside these.
-    let (first, last) = (job.span(0), job.span(job.tokens - 1));
-    let begin = first.start.min(last.start).max(keys.start);
-    let end = first.end.max(last.end).min(keys.end);
+    let reach = job.reach(&keys);
     let logits = Scores::of(job);
-    let mut base = begin / KEY_TILE * KEY_TILE;
-    while base < end {
-        let seen = (0..job.tokens).fold(0, |seen, t| seen | job.visible(t, base, &keys));
-        if seen != 0 {
-            let span = (seen.trailing_zeros() as usize, 128 - seen.leading_zeros() as usize);
-            let between = (u128::MAX >> (KEY_TILE - (span.1 - span.0))) << span.0;
-            let valued = if planted("masked-v-not-zeroed") { between } else { seen };
-            let (key_rows, value_rows) =
-                (page_rows(job, job.k, base, seen), page_rows(job, job.v, base, valued));
-            // SAFETY: `page_rows` checked every page against the cache; the areas hold a whole tile.
-            unsafe {
-                let shape = pack::Packing { dtype: job.k.dtype(), width: dk, span };
-                B::pack_keys(&key_rows, &shape, areas.keys, areas.stage);
-                let shape = pack::Packing { dtype: job.v.dtype(), width: dv, span };
-                B::pack_values(&value_rows, &shape, areas.values, areas.stage);
-            }
-            for (b, first) in (0..rows).step_by(B::ROWS).enumerate() {
-                let present = B::ROWS.min(rows - first);
-                let mut visible = [0; MAX_ROWS];
+    let row_bytes = [dk * job.k.dtype().size(), dv * job.v.dtype().size()];
+    let blocks = rows.div_ceil(B::ROWS);
+    let mut base = reach.start / KEY_TILE * KEY_TILE;
+    let mut next = Tile::of(job, base, &keys);
+    while base < reach.end {
+        let tile = next;
+        next = Tile::of(job, base + KEY_TILE, &keys);
+        if tile.seen == 0 {
+            base += KEY_TILE;
+            continue;
+        }
+        let span = (tile.seen.trailing_zeros() as usize, 128 - tile.seen.leading_zeros() as usize);
+        // SAFETY: `page_rows` checked every page against the cache; the areas hold a whole tile.
+        unsafe {
+            let shape = pack::Packing { dtype: job.k.dtype(), width: dk, span };
+            B::pack_keys(&tile.keys, &shape, areas.keys, areas.stage);
+            let shape = pack::Packing { dtype: job.v.dtype(), width: dv, span };
+            B::pack_values(&tile.values, &shape, areas.values, areas.stage);
+        }
+        for (b, first) in (0..rows).step_by(B::ROWS).enumerate() {
+            let present = B::ROWS.min(rows - first);
+            let mut visible = [u128::MAX; MAX_ROWS];
+            if !tile.whole {
                 for r in 0..present {
                     visible[r] = job.visible((first + r) / job.group, base, &keys);
                 }
-                let block = Block {
-                    rows: present,
-                    visible,
-                    logits: logits.of_block(job, first, present, base),
-                    key_words,
-                    dv,
-                    q: areas.queries.wrapping_add(b * block_words),
-                    keys: areas.keys,
-                    values: areas.values,
-                    scores: areas.scores,
-                    m: state.m[first..first + present].as_mut_ptr(),
-                    l: state.l[first..first + present].as_mut_ptr(),
-                    o: state.o[first * dv..(first + present) * dv].as_mut_ptr(),
-                };
-                // SAFETY: the areas were just packed for this span; the state's slices were cut for
-                // `present` rows; `accumulate` checked the instruction set.
-                unsafe { B::attend(&block) };
+            }
+            let block = Block {
+                rows: present,
+                visible,
+                logits: logits.of_block(job, first, present, base),
+                key_words,
+                dv,
+                q: areas.queries.wrapping_add(b * block_words),
+                keys: areas.keys,
+                values: areas.values,
+                scores: areas.scores,
+                m: state.m[first..first + present].as_mut_ptr(),
+                l: state.l[first..first + present].as_mut_ptr(),
+                o: state.o[first * dv..(first + present) * dv].as_mut_ptr(),
+            };
+            // The next tile's rows are spread over the blocks of this one, and arrive while it is computed.
+            let (from, to) = (b * KEY_TILE / blocks, (b + 1) * KEY_TILE / blocks);
+            // SAFETY: the areas were just packed for this span; the state's slices were cut for
+            // `present` rows; `accumulate` checked the instruction set.
+            unsafe {
+                for row in next.keys[from..to].iter().filter(|row| !row.is_null()) {
+                    B::prefetch(*row, row_bytes[0]);
+                }
+                for row in next.values[from..to].iter().filter(|row| !row.is_null()) {
+                    B::prefetch(*row, row_bytes[1]);
+                }
+                B::attend(&block);
             }
         }
         base += KEY_TILE;
+    }
+}
+
+/// A key tile, before it is packed.
+struct Tile {
+    /// The keys that some query of the tile of queries sees.
+    seen: u128,
+    /// Whether every query sees every key.
+    whole: bool,
+    keys: pack::KeyRows,
+    values: pack::KeyRows,
+}
+
+impl Tile {
+    fn of(job: &TileJob<'_>, base: usize, keys: &Range<usize>) -> Tile {
+        let whole = job.sees_whole(base, keys);
+        let seen = if whole { u128::MAX } else { job.seen(base, keys) };
+        let valued = if planted("masked-v-not-zeroed") && seen != 0 {
+            (u128::MAX >> seen.leading_zeros()) & (u128::MAX << seen.trailing_zeros())
+        } else {
+            seen
+        };
+        Tile {
+            seen,
+            whole,
+            keys: page_rows(job, job.k, base, seen),
+            values: page_rows(job, job.v, base, valued),
+        }
     }
 }
 
@@ -255,15 +294,29 @@ fn query_row(job: &TileJob<'_>, r: usize) -> *const u8 {
 fn page_rows(job: &TileJob<'_>, tensor: TensorRef<'_>, base: usize, seen: u128) -> pack::KeyRows {
     let (strides, size) = (tensor.strides(), tensor.dtype().size());
     let mut rows = [std::ptr::null(); KEY_TILE];
-    let mut rest = seen;
-    while rest != 0 {
-        let i = rest.trailing_zeros() as usize;
-        rest &= rest - 1;
-        let at = base + i - job.kv_offset;
-        let page = usize::try_from(job.pages[at / job.page_size]).unwrap_or(usize::MAX);
+    if seen == 0 {
+        return rows;
+    }
+    let (first, last) = (seen.trailing_zeros() as usize, 127 - seen.leading_zeros() as usize);
+    let (mut index, mut slot) =
+        ((base + first - job.kv_offset) / job.page_size, (base + first - job.kv_offset) % job.page_size);
+    let mut i = first;
+    while i <= last {
+        let page = usize::try_from(job.pages[index]).unwrap_or(usize::MAX);
         assert!(page < tensor.shape()[0], "page {page} of {}", tensor.shape()[0]);
-        let element = page * strides[0] + at % job.page_size * strides[1] + job.kv_head * strides[2];
-        rows[i] = tensor.as_ptr().wrapping_add(element * size);
+        let head = page * strides[0] + job.kv_head * strides[2];
+        let end = (i + job.page_size - slot).min(last + 1);
+        for row in rows[i..end].iter_mut() {
+            *row = tensor.as_ptr().wrapping_add((head + slot * strides[1]) * size);
+            slot += 1;
+        }
+        (i, index, slot) = (end, index + 1, 0);
+    }
+    // Holes that a mask of the row's own leaves.
+    let mut unseen = !(seen | !(u128::MAX << first) | !(u128::MAX >> (127 - last)));
+    while unseen != 0 {
+        rows[unseen.trailing_zeros() as usize] = std::ptr::null();
+        unseen &= unseen - 1;
     }
     rows
 }

@@ -4,25 +4,22 @@
 //! `c = sm_scale * log2(e)`, one rounding; cap and bias are applied first, where there are any. Invisible
 //! scores are replaced, never added to, so whatever they hold stays out.
 
-use std::f32::consts::{LN_2, LOG2_E};
+use std::f32::consts::LOG2_E;
 
 use super::body::{Block, KEY_TILE, Logits, MAX_ROWS};
 use super::simd::{Product, Simd};
 
-/// `2^x` for `x <= 127`, within 1.3 units in the last place; 0 below the normal range. NaN stays NaN.
+/// `2^x` for `x <= 127`, within 1.5 units in the last place; 0 below the normal range. NaN stays NaN.
 ///
-/// `x = n + f` with `|f| <= 1/2`, a minimax polynomial for `2^f` whose constant term is exactly 1 (so that
-/// `2^0` is), and `n` into the exponent.
+/// `x = n + f`, a minimax polynomial for `2^f` whose constant term is exactly 1 (so that `2^0` is), and `n` into
+/// the exponent.
 #[inline(always)]
 pub(super) fn exp2<S: Simd>(s: S, x: S::F) -> S::F {
-    const TERMS: [f32; 6] =
-        [LN_2, 0.240_226_48, 0.055_503_324, 0.009_618_437, 0.001_339_887_5, 0.000_153_533_62];
-    let x = s.max(s.splat(-160.0), x);
-    let n = s.round(x);
-    let f = s.sub(x, n);
-    let mut p = s.splat(TERMS[5]);
-    for &term in TERMS[..5].iter().rev() {
-        p = s.mul_add(p, f, s.splat(term));
+    const TERMS: [f32; 5] = [0.693_147, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
+    let (n, f) = s.split(x);
+    let mut p = s.splat(TERMS[4]);
+    for i in (0..4).rev() {
+        p = s.mul_add(p, f, s.splat(TERMS[i]));
     }
     s.scale2(s.mul_add(p, f, s.splat(1.0)), n)
 }
@@ -100,7 +97,7 @@ fn vectors<S: Simd>(bits: u128) -> (usize, usize) {
 /// # Safety
 /// The block's pointers hold as [`Block`] says, and the scores of the vectors in `union` are written.
 #[inline(always)]
-pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u128) -> [f32; MAX_ROWS] {
+pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u128) -> [f32; 16] {
     let (scale, general) = match block.logits {
         Logits::Scaled(scale) => (scale, false),
         Logits::General { .. } => (1.0, true),
@@ -177,5 +174,5 @@ pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u
             *block.l.add(r) = *block.l.add(r) * shrink[r] + s.reduce_add(sum);
         }
     }
-    std::array::from_fn(|r| shrink[r])
+    shrink
 }

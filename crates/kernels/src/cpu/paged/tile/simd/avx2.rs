@@ -58,8 +58,10 @@ impl Simd for Avx2 {
         op!(_mm256_max_ps(a, b))
     }
     #[inline(always)]
-    fn round(self, a: __m256) -> __m256 {
-        op!(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
+    fn split(self, x: __m256) -> (__m256, __m256) {
+        let x = self.max(self.splat(-160.0), x);
+        let n = op!(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x));
+        (n, self.sub(x, n))
     }
     #[inline(always)]
     fn scale2(self, a: __m256, n: __m256) -> __m256 {
@@ -107,5 +109,9 @@ impl Simd for Avx2 {
     unsafe fn store(self, at: *mut f32, a: __m256) {
         // SAFETY: the caller's promise, and the token's.
         unsafe { _mm256_storeu_ps(at, a) }
+    }
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        op!(_mm_prefetch::<_MM_HINT_T1>(at.cast()));
     }
 }

@@ -58,8 +58,10 @@ impl Simd for Avx512 {
         op!(_mm512_max_ps(a, b))
     }
     #[inline(always)]
-    fn round(self, a: __m512) -> __m512 {
-        op!(_mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
+    fn split(self, x: __m512) -> (__m512, __m512) {
+        // `vreduceps` leaves x - round(x), and 0 of an infinity.
+        let f = op!(_mm512_reduce_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x));
+        (self.sub(x, f), f)
     }
     #[inline(always)]
     fn scale2(self, a: __m512, n: __m512) -> __m512 {
@@ -93,16 +95,22 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        op!(_mm_prefetch::<_MM_HINT_T1>(at.cast()));
+    }
+
+    #[inline(always)]
     unsafe fn transpose(self, rows: &[*const u32], to: *mut u32, stride: usize) {
         assert!(rows.len() == 16);
         // SAFETY: the caller promises sixteen readable words a row and room for the result; the token, the
         // instructions.
         unsafe {
-            let row = |i: usize| _mm512_loadu_ps(rows[i].cast());
             // `quads[4 * g + c]`: in its 128-bit lane L, column 4 L + c of rows 4 g .. 4 g + 4.
             let mut quads = [_mm512_setzero_ps(); 16];
             for g in 0..4 {
-                let (a, b, c, d) = (row(4 * g), row(4 * g + 1), row(4 * g + 2), row(4 * g + 3));
+                let (a, b) = (_mm512_loadu_ps(rows[4 * g].cast()), _mm512_loadu_ps(rows[4 * g + 1].cast()));
+                let (c, d) =
+                    (_mm512_loadu_ps(rows[4 * g + 2].cast()), _mm512_loadu_ps(rows[4 * g + 3].cast()));
                 let (ab, cd) =
                     (_mm512_castps_pd(_mm512_unpacklo_ps(a, b)), _mm512_castps_pd(_mm512_unpacklo_ps(c, d)));
                 quads[4 * g] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
@@ -161,16 +169,23 @@ impl Product<Avx512> for Bf16Pairs {
         // SAFETY: the caller promises 32 elements at each, and 32 words at `to`.
         unsafe {
             let (even, odd) = (_mm512_loadu_si512(even.cast()), _mm512_loadu_si512(odd.cast()));
-            // Word i takes element i of `even` and element i of `odd` (indices from 32 on).
-            let pairs = |first: u32| -> __m512i {
-                let mut words = [0u32; 16];
-                for (i, word) in words.iter_mut().enumerate() {
-                    *word = (first + i as u32) | ((32 + first + i as u32) << 16);
-                }
-                std::mem::transmute(words)
-            };
-            _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(even, pairs(0), odd));
-            _mm512_storeu_si512(to.add(16).cast(), _mm512_permutex2var_epi16(even, pairs(16), odd));
+            let (low, high) = (
+                _mm512_loadu_si512(PAIRS.as_ptr().cast()),
+                _mm512_loadu_si512(PAIRS.as_ptr().add(16).cast()),
+            );
+            _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(even, low, odd));
+            _mm512_storeu_si512(to.add(16).cast(), _mm512_permutex2var_epi16(even, high, odd));
         }
     }
 }
+
+/// Word `i` takes element `i` of the first row and element `i` of the second (indices from 32 on).
+static PAIRS: [u32; 32] = {
+    let mut words = [0; 32];
+    let mut i = 0;
+    while i < 32 {
+        words[i] = (i | (32 + i) << 16) as u32;
+        i += 1;
+    }
+    words
+};

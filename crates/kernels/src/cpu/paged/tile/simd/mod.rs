@@ -32,9 +32,10 @@ pub(super) trait Simd: Copy {
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// The larger; `b` when either is NaN.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
-    /// To the nearest integer, for arguments within ±2^21.
-    fn round(self, a: Self::F) -> Self::F;
-    /// `a * 2^n` for an integral `n` in -160..=127; results below the normal range may become 0.
+    /// `x = n + f` with `n` integral and `|f| <= 1/2`, for `x <= 127`; far below the exponents of f32, `n` may
+    /// stop at -160. NaN stays NaN.
+    fn split(self, x: Self::F) -> (Self::F, Self::F);
+    /// `a * 2^n` for an `n` of [`Simd::split`]; results below the normal range may become 0.
     fn scale2(self, a: Self::F, n: Self::F) -> Self::F;
     /// Lane `i` is `a`'s where bit `i` is set, else `b`'s.
     fn select(self, bits: u32, a: Self::F, b: Self::F) -> Self::F;
@@ -52,6 +53,9 @@ pub(super) trait Simd: Copy {
     /// # Safety
     /// `LANES` floats are writable at `at`.
     unsafe fn store(self, at: *mut f32, a: Self::F);
+
+    /// Asks for the cache line at `at` to be brought near; any address will do.
+    fn prefetch(self, at: *const u8);
 
     /// Transposes a square of words: `to[c * stride + r] = rows[r][c]` for `r`, `c` below `LANES`, in
     /// ascending order of `c`.

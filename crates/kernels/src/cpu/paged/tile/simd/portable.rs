@@ -54,8 +54,10 @@ impl Simd for Portable {
         map(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
-    fn round(self, a: Self::F) -> Self::F {
-        map(|i| (a[i] + ROUNDER) - ROUNDER)
+    fn split(self, x: Self::F) -> (Self::F, Self::F) {
+        let x = self.max(self.splat(-160.0), x);
+        let n = map(|i| (x[i] + ROUNDER) - ROUNDER);
+        (n, self.sub(x, n))
     }
     #[inline(always)]
     fn scale2(self, a: Self::F, n: Self::F) -> Self::F {
@@ -88,4 +90,6 @@ impl Simd for Portable {
         // SAFETY: the caller's promise.
         unsafe { at.cast::<[f32; LANES]>().write_unaligned(a) }
     }
+    #[inline(always)]
+    fn prefetch(self, _: *const u8) {}
 }
