@@ -1,12 +1,115 @@
-//! `mstar parity`.
+//! `mstar parity`: numbers against recorded reference tensors.
+//!
+//! | room | what is in it |
+//! | --- | --- |
+//! | `find` | which files the arguments mean |
+//! | `header`, `params`, `shapes`, `case` | a file, checked before it is believed |
+//! | `ops` | one file an operation: what a case of it holds, and how it is run |
+//! | `compare`, `selection` | the gate |
+//! | `judge` | one case from file to verdict |
+//! | `report`, `dump` | what is said and written |
+//!
+//! Exit codes: 0 when every case passed; 1 when one failed; 2 when one could not be judged, because it
+//! cannot be read or because no backend runs it here (the others are judged all the same, and 2 wins over 1).
+
+mod case;
+mod compare;
+mod dump;
+mod find;
+mod header;
+mod judge;
+mod ops;
+mod params;
+mod report;
+mod selection;
+mod shapes;
+
+use std::path::PathBuf;
+
+use anyhow::{Result, anyhow};
+use mstar_core::spec::DeviceChoice;
 
 use crate::exit::Exit;
+use crate::{backends, text};
 
 /// Arguments of `mstar parity`.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Arguments {}
+pub(crate) struct Arguments {
+    /// Recorded cases: `.safetensors` files, or folders that are searched for them.
+    #[arg(required = true, value_name = "CASE")]
+    cases: Vec<PathBuf>,
+    /// Where to run: auto or cpu.
+    #[arg(long, default_value = "auto", value_name = "DEVICE")]
+    device: String,
+    /// What runs the cases. `auto` takes each case's own backend; `reference` is the f64 oracle, for any op.
+    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    backend: Backend,
+    /// Write what was computed to this folder, as safetensors under the same names.
+    #[arg(long, value_name = "DIR")]
+    dump: Option<PathBuf>,
+    /// Print one JSON document instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What runs the cases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Backend {
+    /// Each case's own backend.
+    Auto,
+    /// The f64 oracle.
+    Reference,
+    /// Paged and cross-attention.
+    Paged,
+    /// Absorbed latent attention.
+    Mla,
+    /// Dense varlen attention.
+    Dense,
+    /// Block-mask attention and rings.
+    Flex,
+    /// Sparse selection and attention.
+    Dsa,
+}
+
+impl Backend {
+    /// The op family that a named backend runs; `None` for the two that run any.
+    fn family(self) -> Option<&'static str> {
+        match self {
+            Backend::Auto | Backend::Reference => None,
+            Backend::Paged => Some("paged"),
+            Backend::Mla => Some("mla"),
+            Backend::Dense => Some("dense"),
+            Backend::Flex => Some("flex"),
+            Backend::Dsa => Some("dsa"),
+        }
+    }
+}
 
 /// Runs the subcommand.
-pub(crate) fn command(_args: Arguments) -> anyhow::Result<Exit> {
-    anyhow::bail!("mstar parity is not built yet")
+pub(crate) fn command(args: Arguments) -> Result<Exit> {
+    let device = device(&args.device)?;
+    let device = device.as_str();
+    let mut reports = Vec::new();
+    let mut table = report::Table::to_stdout(!args.json);
+    for found in find::find(&args.cases) {
+        let report = judge::judge(&found, args.backend, args.dump.as_deref());
+        table.add(&report)?;
+        reports.push(report);
+    }
+    if args.json {
+        text::print(&report::json(&reports, device)?)?;
+    } else {
+        table.end(&reports, device)?;
+    }
+    Ok(report::exit(&reports))
+}
+
+/// Settles `--device`; `auto` says on stderr what it came to.
+fn device(name: &str) -> Result<String> {
+    let choice = DeviceChoice::parse(name).map_err(|why| anyhow!("--device: {why}"))?;
+    let chosen = backends::choose(choice)?;
+    if let Some(note) = chosen.note {
+        eprintln!("mstar: {note}");
+    }
+    Ok(chosen.device.to_string())
 }

@@ -1,0 +1,1 @@
+//! Cases built in the test, and what is wrong with them.
