@@ -12,7 +12,8 @@
 //! | [`reference`](mod@reference) | the oracle: every operation in plain f64 loops over raw arrays |
 //! | [`cpu`] | the fast CPU kernels, behind one run-time probe of the instruction set |
 //! | [`cuda`], [`cards`] | the CUDA driver, asked what is there; refuses plainly in a build without it |
-//! | [`work`] | the flat work list that CPU and CUDA executors share |
+//! | `paged` | paged attention's safe entry: geometry, variant, tables, schedule, the call |
+//! | `work` | the flat work list that CPU and CUDA executors share |
 //! | [`lse`] | merging partial attention results |
 //! | [`synth`] | the synthetic Q, K and V that any row can be rebuilt from |
 
@@ -29,10 +30,14 @@ pub mod dtype;
 pub mod error;
 pub mod lse;
 pub mod mutant;
+#[cfg(feature = "paged")]
+pub mod paged;
 pub mod reference;
 pub mod stream;
 pub mod synth;
 pub mod view;
+#[cfg(feature = "paged")]
+pub mod work;
 
 pub use buffer::Buffer;
 pub use device::Device;

@@ -2,11 +2,18 @@
 //!
 //! | room | what is in it |
 //! | --- | --- |
+//! | [`address`] | where a token lies in a paged cache |
 //! | [`isa`] | which instructions this machine has, and which the kernels shall use |
 //! | `paged` | paged attention |
+//! | [`scatter`], [`gather`], [`copy`] | appending to pages, reading them back, copying them |
 
+pub mod address;
+pub mod copy;
+pub mod gather;
 pub mod isa;
 #[cfg(feature = "paged")]
 pub(crate) mod paged;
+pub mod scatter;
+pub(crate) mod tokens;
 
 pub use isa::Isa;

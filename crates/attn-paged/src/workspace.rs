@@ -1,0 +1,53 @@
+//! Scratch memory for runs, sized by what a plan needs.
+
+use mstar_kernels::{Buffer, DType, TensorMut};
+
+use crate::{Plan, Result};
+
+/// Scratch for one run at a time. Its content means nothing between runs, so one serves many plans in turn.
+#[derive(Debug)]
+pub struct Workspace {
+    buffer: Buffer,
+}
+
+impl Workspace {
+    /// A workspace of `bytes` bytes.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn with_bytes(bytes: usize) -> Result<Workspace> {
+        Ok(Workspace { buffer: Buffer::zeroed(bytes)? })
+    }
+
+    /// A workspace just large enough for `plan`.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn for_plan(plan: &Plan) -> Result<Workspace> {
+        Workspace::with_bytes(plan.workspace_bytes())
+    }
+
+    /// Grows to what `plan` needs; a workspace that is large enough stays where it is. Belongs to planning, never
+    /// to a run. Returns whether it moved.
+    ///
+    /// # Errors
+    /// When the memory cannot be had; the workspace is then as it was.
+    pub fn reserve(&mut self, plan: &Plan) -> Result<bool> {
+        let needed = plan.workspace_bytes();
+        if needed <= self.buffer.len() {
+            return Ok(false);
+        }
+        self.buffer = Buffer::zeroed(needed)?;
+        Ok(true)
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        self.buffer.len()
+    }
+
+    pub(crate) fn view(&mut self) -> Result<TensorMut<'_>> {
+        let bytes = self.buffer.len();
+        Ok(self.buffer.tensor_mut(0, DType::U8, &[bytes])?)
+    }
+}

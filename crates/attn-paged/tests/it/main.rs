@@ -1,0 +1,4 @@
+//! The wrapper level against the f64 oracle, and its promises about bits, memory and refusals.
+
+mod harness;
+mod oracle;

@@ -1,0 +1,478 @@
+//! The decode family: few query vectors a key head, keys and values streamed once for all of them.
+//!
+//! An item walks its keys tile by tile ([`TILE`] keys at absolute positions), and under each tile its key heads, so
+//! that pages are read about as they lie. While one head's rows are multiplied the next head's (or the next
+//! tile's) are prefetched: pages are scattered, and a hardware prefetcher stops at their edges. Scores, softmax
+//! and weighted values of a tile stay in the first-level cache.
+//!
+//! A tile no query sees is not visited; a key that none of the item's queries sees is not read.
+
+mod body;
+mod generic;
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
+use half::{bf16, f16};
+
+use self::body::{Body, Scores, TILE, Transform, Values};
+use super::arena::{Arena, arena_bytes};
+use super::call::Call;
+use super::state::{State, Tree, acc_stride, state_len};
+use crate::cpu::address::token_offset;
+use crate::mutant::planted;
+use crate::work::{Item, Member, NO_MASK, Row, WorkList};
+use crate::{DType, TensorRef};
+
+/// A query token of an item: what it sees, and where it is.
+#[repr(C)]
+#[derive(Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
+struct Query {
+    /// First word of its custom mask, or [`NO_MASK`].
+    mask: u64,
+    /// Absolute position; negative where queries outnumber keys.
+    position: i64,
+    /// Packed index.
+    token: u32,
+    /// Keys `from..to` that the variant lets it see.
+    from: u32,
+    to: u32,
+    mask_words: u32,
+}
+
+impl Query {
+    /// The keys of tile `tile` that it sees, one bit each.
+    fn sees(&self, tile: u32, words: &[u64]) -> u64 {
+        let base = u64::from(tile) * TILE as u64;
+        let from = u64::from(self.from).saturating_sub(base).min(TILE as u64);
+        let to = u64::from(self.to).saturating_sub(base).min(TILE as u64);
+        if from >= to {
+            return 0;
+        }
+        let bits = u64::MAX >> (TILE as u64 - (to - from)) << from;
+        match self.mask {
+            NO_MASK => bits,
+            first if tile < self.mask_words => bits & words[first as usize + tile as usize],
+            _ => 0,
+        }
+    }
+}
+
+/// Floats from one packed query to the next: whole registers of 32 bf16.
+fn q_stride(head_dim: usize) -> usize {
+    head_dim.next_multiple_of(32)
+}
+
+/// Bytes of scratch that [`run`] takes for the largest item.
+pub(super) fn scratch_bytes(work: &WorkList) -> usize {
+    arena_bytes::<Query>(work.max_lanes)
+        + arena_bytes::<u64>(work.max_lanes)
+        + arena_bytes::<f32>(work.max_vectors * q_stride(work.geometry.head_dim_qk))
+        + arena_bytes::<f32>(work.max_lanes * TILE)
+        + arena_bytes::<f32>(work.max_state_len * work.max_depth)
+}
+
+/// A cache tensor `[P, S, G, D]` as addresses.
+#[derive(Clone, Copy)]
+struct Plane {
+    base: *const u8,
+    page: u64,
+    token: u64,
+    head: usize,
+    size: usize,
+}
+
+impl Plane {
+    fn of(tensor: &TensorRef<'_>) -> Plane {
+        let (strides, size) = (tensor.strides(), tensor.dtype().size());
+        let (page, token) = (strides[0] as u64, strides[1] as u64);
+        Plane { base: tensor.as_ptr(), page, token, head: strides[2] * size, size }
+    }
+
+    fn row(&self, page: u32, slot: u32) -> *const u8 {
+        self.base.wrapping_add(token_offset(page, slot, self.page, self.token) as usize * self.size)
+    }
+}
+
+/// Where the rows of a tile's keys lie, under head 0.
+#[derive(Clone, Copy)]
+struct Rows {
+    k: [*const u8; TILE],
+    v: [*const u8; TILE],
+    /// Keys that some query sees.
+    seen: u64,
+}
+
+impl Rows {
+    const NONE: Rows = Rows { k: [std::ptr::null(); TILE], v: [std::ptr::null(); TILE], seen: 0 };
+
+    /// Looks up the keys from the first to the last seen one.
+    fn locate(&mut self, row: &Row, pages: &[i32], page_size: u32, tile: u32, k: &Plane, v: &Plane) {
+        if self.seen == 0 {
+            return;
+        }
+        let (first, last) = (self.seen.trailing_zeros() as usize, 63 - self.seen.leading_zeros() as usize);
+        let at = (u64::from(tile) * TILE as u64 + first as u64 - u64::from(row.kv_offset)) as u32;
+        let (mut page, mut slot) = (at / page_size, at % page_size);
+        let mut id = pages[page as usize] as u32;
+        for key in first..=last {
+            if slot == page_size {
+                (page, slot) = (page + 1, 0);
+                id = pages[page as usize] as u32;
+            }
+            (self.k[key], self.v[key]) = (k.row(id, slot), v.row(id, slot));
+            slot += 1;
+        }
+    }
+}
+
+/// Sums an item's leaves and hands each key head's state to `emit`, lanes in the order member, token, head of the
+/// group.
+pub(super) fn run(
+    call: &Call<'_>,
+    item: &Item,
+    members: &[Member],
+    mut arena: Arena<'_>,
+    emit: &mut impl FnMut(usize, &State<'_>),
+) {
+    let work = call.work;
+    let (group, geometry) = (call.geometry.group(), &call.geometry);
+    let queries = arena.take::<Query>(work.max_lanes);
+    let seen = arena.take::<u64>(work.max_lanes);
+    let mut count = 0;
+    for member in members {
+        let row = &work.rows[member.row as usize];
+        let tokens = if item.q_count == 0 { row.q_len } else { item.q_count };
+        for q in item.q_begin..item.q_begin + tokens {
+            queries[count] = query(call, row, q);
+            count += 1;
+        }
+    }
+    let queries = &queries[..count];
+    let body = Body::select(call.isa, geometry.q_dtype, geometry.kv_dtype);
+    let heads = item.kv_head_count as usize;
+    let lanes = count * group;
+    let stride = q_stride(geometry.head_dim_qk);
+    let packed = arena.take::<f32>(work.max_vectors * stride);
+    for head in 0..heads {
+        let to = &mut packed[head * lanes * stride..(head + 1) * lanes * stride];
+        pack_queries(call, queries, item.kv_head_begin as usize + head, &body, stride, to);
+    }
+    let scores = arena.take::<f32>(work.max_lanes * TILE);
+    let states = arena.take::<f32>(work.max_state_len * work.max_depth);
+    Pass {
+        call,
+        row: work.rows[members[0].row as usize],
+        body,
+        queries,
+        seen: &mut seen[..count],
+        packed,
+        scores,
+        states,
+        first_head: item.kv_head_begin as usize,
+        heads,
+        lanes,
+        k: Plane::of(&call.k),
+        v: Plane::of(&call.v),
+    }
+    .leaves(item.leaf_begin, item.leaf_end);
+    let len = state_len(lanes, geometry.head_dim_vo);
+    for head in 0..heads {
+        let memory = &mut states[head * len..(head + 1) * len];
+        let state = State::new(memory, lanes, geometry.head_dim_vo);
+        emit(item.kv_head_begin as usize + head, &state);
+    }
+}
+
+fn query(call: &Call<'_>, row: &Row, q: u32) -> Query {
+    let (from, to) = crate::paged::visible(&call.variant, row, q, q + 1);
+    let mask = if row.mask_begin == NO_MASK {
+        NO_MASK
+    } else {
+        row.mask_begin + u64::from(q) * u64::from(row.mask_words)
+    };
+    let position = i64::from(row.kv_len) - i64::from(row.q_len) + i64::from(q);
+    Query { mask, position, token: row.q_begin + q, from, to, mask_words: row.mask_words }
+}
+
+/// Copies the queries of one key head, `[lanes, stride]`, widened to f32 or kept in bf16, zeros after each.
+fn pack_queries(
+    call: &Call<'_>,
+    queries: &[Query],
+    kv_head: usize,
+    body: &Body,
+    stride: usize,
+    to: &mut [f32],
+) {
+    let (group, width) = (call.geometry.group(), call.geometry.head_dim_qk);
+    let strides = call.q.strides();
+    for (index, query) in queries.iter().enumerate() {
+        for j in 0..group {
+            let lane = index * group + j;
+            let at = query.token as usize * strides[0] + (kv_head * group + j) * strides[1];
+            let from = call.q.as_ptr().wrapping_add(at * call.q.dtype().size());
+            // SAFETY: token and head are in range of `q` `[T, H, D]`, whose innermost axis is contiguous, so
+            // `width` elements are readable at `from`.
+            unsafe {
+                if body.q_bf16 {
+                    let to: &mut [u16] = bytemuck::cast_slice_mut(to);
+                    let to = &mut to[lane * stride..(lane + 1) * stride];
+                    let (whole, rest) = to.split_at_mut(width);
+                    whole.copy_from_slice(std::slice::from_raw_parts(from.cast::<u16>(), width));
+                    rest.fill(0);
+                    continue;
+                }
+                let to = &mut to[lane * stride..(lane + 1) * stride];
+                let (whole, rest) = to.split_at_mut(width);
+                rest.fill(0.0);
+                match call.q.dtype() {
+                    DType::Bf16 => {
+                        let from = std::slice::from_raw_parts(from.cast::<bf16>(), width);
+                        whole.iter_mut().zip(from).for_each(|(to, from)| *to = from.to_f32());
+                    }
+                    DType::F16 => {
+                        let from = std::slice::from_raw_parts(from.cast::<f16>(), width);
+                        whole.iter_mut().zip(from).for_each(|(to, from)| *to = from.to_f32());
+                    }
+                    _ => whole.copy_from_slice(std::slice::from_raw_parts(from.cast::<f32>(), width)),
+                }
+            }
+        }
+    }
+}
+
+/// One item's pass over its keys.
+struct Pass<'a> {
+    call: &'a Call<'a>,
+    /// The row whose pages are read; members that share the item have the same ones.
+    row: Row,
+    body: Body,
+    queries: &'a [Query],
+    /// The keys of the current tile that each query sees.
+    seen: &'a mut [u64],
+    /// `[heads, lanes, q_stride]`.
+    packed: &'a [f32],
+    /// `[lanes, TILE]`.
+    scores: &'a mut [f32],
+    /// `[depth, heads, state_len]`.
+    states: &'a mut [f32],
+    first_head: usize,
+    heads: usize,
+    lanes: usize,
+    k: Plane,
+    v: Plane,
+}
+
+impl Pass<'_> {
+    /// Leaves the joined states of leaves `from..to` at depth 0.
+    fn leaves(&mut self, from: u32, to: u32) {
+        self.clear(0);
+        let keys = self.queries.iter().filter(|query| query.from < query.to);
+        let lo = keys.clone().map(|query| query.from).min().unwrap_or(0);
+        let hi = keys.map(|query| query.to).max().unwrap_or(0);
+        let leaf = u64::from(self.row.leaf_keys);
+        let lo = u64::from(lo).max(u64::from(from) * leaf);
+        let hi = u64::from(hi).min(u64::from(to) * leaf);
+        if lo >= hi {
+            return;
+        }
+        let tiles = (lo / TILE as u64) as u32..hi.div_ceil(TILE as u64) as u32;
+        let tiles_per_leaf = (leaf / TILE as u64) as u32;
+        let mut tree = Tree::new();
+        let mut current = tiles.start / tiles_per_leaf;
+        let mut pair = [Rows::NONE; 2];
+        pair[0].seen = self.look(tiles.start);
+        self.locate(&mut pair[0], tiles.start);
+        for tile in tiles.clone() {
+            if tile / tiles_per_leaf != current {
+                self.push(&mut tree, current);
+                current = tile / tiles_per_leaf;
+                self.clear(tree.len());
+            }
+            let [now, next] = &mut pair;
+            next.seen = if tile + 1 < tiles.end { self.look(tile + 1) } else { 0 };
+            self.locate(next, tile + 1);
+            if now.seen != 0 {
+                self.look(tile);
+                self.tile(tile, now, next, tree.len());
+            }
+            pair.swap(0, 1);
+        }
+        self.push(&mut tree, current);
+        tree.finish(|left| self.join(left));
+    }
+
+    /// Notes what each query sees of a tile; returns what any does.
+    fn look(&mut self, tile: u32) -> u64 {
+        let words = &self.call.work.mask;
+        let mut any = 0;
+        for (seen, query) in self.seen.iter_mut().zip(self.queries) {
+            *seen = query.sees(tile, words);
+            any |= *seen;
+        }
+        any
+    }
+
+    fn locate(&self, rows: &mut Rows, tile: u32) {
+        let row = &self.row;
+        let pages = &self.call.work.pages[row.page_begin as usize..][..row.page_count as usize];
+        rows.locate(row, pages, self.call.geometry.page_size as u32, tile, &self.k, &self.v);
+    }
+
+    fn state_len(&self) -> usize {
+        state_len(self.lanes, self.call.geometry.head_dim_vo)
+    }
+
+    fn state<'s>(states: &'s mut [f32], index: usize, len: usize, lanes: usize, width: usize) -> State<'s> {
+        State::new(&mut states[index * len..(index + 1) * len], lanes, width)
+    }
+
+    fn clear(&mut self, depth: usize) {
+        let (len, width) = (self.state_len(), self.call.geometry.head_dim_vo);
+        for head in 0..self.heads {
+            Self::state(self.states, depth * self.heads + head, len, self.lanes, width).clear();
+        }
+    }
+
+    fn push(&mut self, tree: &mut Tree, leaf: u32) {
+        tree.push(0, leaf, |left| self.join(left));
+    }
+
+    /// Joins depths `left` and `left + 1`.
+    fn join(&mut self, left: usize) {
+        let (len, width) = (self.state_len(), self.call.geometry.head_dim_vo);
+        let c = self.call.exponent(&self.row);
+        let (below, above) = self.states.split_at_mut((left + 1) * self.heads * len);
+        let below = &mut below[left * self.heads * len..];
+        for head in 0..self.heads {
+            let right = Self::state(above, head, len, self.lanes, width);
+            Self::state(below, head, len, self.lanes, width).join(&right, c);
+        }
+    }
+
+    /// One tile under all heads, into the states at `depth`.
+    fn tile(&mut self, tile: u32, now: &Rows, next: &Rows, depth: usize) {
+        let geometry = &self.call.geometry;
+        let (len, width) = (self.state_len(), geometry.head_dim_vo);
+        let group = geometry.group();
+        let c = self.call.exponent(&self.row);
+        let raw = self.call.raw_scores();
+        let stride = q_stride(geometry.head_dim_qk);
+        let (mut k, mut v) = (Offset::NONE, Offset::NONE);
+        let (mut k_ahead, mut v_ahead) = (Offset::NONE, Offset::NONE);
+        for head in 0..self.heads {
+            let kv_head = self.first_head + head;
+            k.set(&now.k, kv_head * self.k.head);
+            v.set(&now.v, kv_head * self.v.head);
+            // What comes next: this tile under the next head, or the next tile under the first.
+            let (rows, ahead_head) =
+                if head + 1 < self.heads { (now, kv_head + 1) } else { (next, self.first_head) };
+            k_ahead.set(&rows.k, ahead_head * self.k.head);
+            v_ahead.set(&rows.v, ahead_head * self.v.head);
+            let q = self.packed[head * self.lanes * stride..].as_ptr().cast::<u8>();
+            for (first, end) in runs(now.seen) {
+                let job = Scores {
+                    q,
+                    q_stride: stride,
+                    lanes: self.lanes,
+                    keys: &k.rows[first..end],
+                    head_dim: geometry.head_dim_qk,
+                    scores: self.scores[first..].as_mut_ptr(),
+                    ahead: ahead(&k_ahead, rows.seen, first, end),
+                };
+                // SAFETY: `Body::select` was given a supported instruction set. Queries are packed `lanes` by
+                // `stride`, scores hold `[lanes, TILE]`. Every key of the run is seen by a query of the row, hence
+                // inside its pages, whose ids are below `P`: its row lies in `k`, with `head_dim` elements.
+                unsafe { (self.body.scores)(&job) };
+            }
+            let state = Self::state(self.states, depth * self.heads + head, len, self.lanes, width);
+            let acc_width = acc_stride(width);
+            for lane in 0..self.lanes {
+                let tile_scores: &mut [f32; TILE] = (&mut self.scores[lane * TILE..(lane + 1) * TILE])
+                    .try_into()
+                    .expect("a tile of scores has TILE entries");
+                let seen = self.seen[lane / group];
+                if seen == 0 {
+                    tile_scores.fill(0.0);
+                    continue;
+                }
+                let acc = &mut state.acc[lane * acc_width..(lane + 1) * acc_width];
+                // SAFETY: the instruction set is supported.
+                unsafe {
+                    if !raw {
+                        let position = self.queries[lane / group].position;
+                        let by = transform(self.call, kv_head * group + lane % group, position, tile);
+                        (self.body.transform)(tile_scores, &by);
+                    }
+                    let alpha =
+                        (self.body.softmax)(tile_scores, seen, &mut state.m[lane], &mut state.l[lane], c);
+                    if alpha != 1.0 {
+                        (self.body.rescale)(acc, alpha);
+                    }
+                }
+            }
+            for (first, end) in runs(now.seen) {
+                let job = Values {
+                    weights: self.scores[first..].as_ptr(),
+                    lanes: self.lanes,
+                    values: &v.rows[first..end],
+                    head_dim: width,
+                    acc: state.acc.as_mut_ptr(),
+                    acc_stride: acc_width,
+                    ahead: ahead(&v_ahead, rows.seen, first, end),
+                };
+                // SAFETY: as for scores; the accumulator holds `[lanes, acc_stride]`.
+                unsafe { (self.body.values)(&job) };
+            }
+        }
+    }
+}
+
+fn transform(call: &Call<'_>, head: usize, position: i64, tile: u32) -> Transform {
+    let cap = call.variant.logits_soft_cap.unwrap_or(0.0);
+    Transform {
+        sm_scale: call.variant.sm_scale,
+        cap: if planted("dropped-soft-cap") { 0.0 } else { cap },
+        slope: call.alibi_slopes.map_or(0.0, |slopes| slopes[head]),
+        distance: (i64::from(tile) * TILE as i64 - position) as f32,
+    }
+}
+
+/// A tile's rows under one head.
+struct Offset {
+    rows: [*const u8; TILE],
+}
+
+impl Offset {
+    const NONE: Offset = Offset { rows: [std::ptr::null(); TILE] };
+
+    fn set(&mut self, rows: &[*const u8; TILE], bytes: usize) {
+        for (to, from) in self.rows.iter_mut().zip(rows) {
+            *to = from.wrapping_add(bytes);
+        }
+    }
+}
+
+/// The rows to prefetch beside keys `first..end`; none when the tile ahead has no key there.
+fn ahead(rows: &Offset, seen: u64, first: usize, end: usize) -> &[*const u8] {
+    if seen == 0 {
+        return &[];
+    }
+    let (from, to) = (seen.trailing_zeros() as usize, 64 - seen.leading_zeros() as usize);
+    if first < from { &[] } else { &rows.rows[first..end.min(to).max(first)] }
+}
+
+/// Maximal runs of set bits, as `first..end`.
+fn runs(bits: u64) -> impl Iterator<Item = (usize, usize)> {
+    let mut left = bits;
+    std::iter::from_fn(move || {
+        if left == 0 {
+            return None;
+        }
+        let first = left.trailing_zeros();
+        let length = (left >> first).trailing_ones();
+        let end = first + length;
+        left = if end == 64 { 0 } else { left >> end << end };
+        Some((first as usize, end as usize))
+    })
+}

@@ -1,0 +1,161 @@
+//! Walking a work list with the caller's threads.
+//!
+//! Items are taken from a shared counter, largest first; a barrier; then merges. Which worker runs an item
+//! never shows in a result. Nothing is allocated: a worker's scratch is cut from the workspace.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::arena::{Arena, arena_bytes};
+use super::call::Call;
+use super::state::{State, Tree, state_len};
+use super::{decode, finish, tile_item};
+use crate::paged::Family;
+use crate::work::{Item, Merge, WorkList};
+
+/// Multiply-adds below which starting other workers costs more than it gives.
+const SERIAL_WORK: u64 = 1 << 18;
+
+/// Bytes of one worker's scratch.
+fn scratch_bytes(work: &WorkList) -> usize {
+    decode::scratch_bytes(work).max(tile_item::scratch_bytes(work)).next_multiple_of(64)
+}
+
+/// Bytes that [`run`] needs with up to `workers` workers.
+pub(crate) fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
+    arena_bytes::<f32>(work.partial_len as usize) + workers.max(1) * scratch_bytes(work)
+}
+
+/// The workspace, cut into partial states and one scratch a worker.
+struct Memory {
+    partials: *mut f32,
+    scratch: *mut u8,
+    scratch_bytes: usize,
+}
+
+// SAFETY: items and merges write disjoint partial states (see `WorkList`), and each worker has its own scratch.
+unsafe impl Sync for Memory {}
+
+/// Attends. `workspace` starts on a cache line and has `workspace_bytes(work, workers)` bytes.
+pub(crate) fn run(call: &Call<'_>, workspace: &mut [u8], workers: usize) {
+    let work = call.work;
+    let needed = workspace_bytes(work, workers);
+    assert!(workspace.len() >= needed && workspace.as_ptr() as usize % 64 == 0, "checked by the caller");
+    let scratch_bytes = scratch_bytes(work);
+    let base = workspace.as_mut_ptr();
+    let partials = arena_bytes::<f32>(work.partial_len as usize);
+    let memory = Memory { partials: base.cast(), scratch: base.wrapping_add(partials), scratch_bytes };
+    let width = (call.geometry.head_dim_qk + call.geometry.head_dim_vo) as u64;
+    let serial = work.total_cost.saturating_mul(width) < SERIAL_WORK;
+    let workers = if serial { 1 } else { workers.max(1) };
+    each(workers, work.items.len(), &|worker, index| {
+        // SAFETY: `worker` is below `workers`, for which the workspace has room; a worker runs one item at a time.
+        let scratch = unsafe {
+            let start = memory.scratch.add(worker * memory.scratch_bytes);
+            std::slice::from_raw_parts_mut(start, memory.scratch_bytes)
+        };
+        item(call, &work.items[index], &memory, scratch);
+    });
+    each(workers, work.merges.len(), &|_, index| merge(call, &work.merges[index], &memory));
+}
+
+/// Calls `work(worker, index)` once for each index below `count`, from up to `workers` threads.
+fn each(workers: usize, count: usize, work: &(impl Fn(usize, usize) + Sync)) {
+    let next = AtomicUsize::new(0);
+    fan_out(0, workers.min(count), &|worker| {
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            if index >= count {
+                return;
+            }
+            work(worker, index);
+        }
+    });
+}
+
+fn fan_out(from: usize, to: usize, work: &(impl Fn(usize) + Sync)) {
+    match to - from {
+        0 => {}
+        1 => work(from),
+        n => {
+            let middle = from + n / 2;
+            rayon::join(|| fan_out(from, middle, work), || fan_out(middle, to, work));
+        }
+    }
+}
+
+/// The partial state that starts at `partial`, for one key head.
+///
+/// # Safety
+/// `partial` is one of the list's, reserved for `lanes` query vectors; nobody else uses that head's part now.
+unsafe fn partial<'a>(
+    call: &Call<'_>,
+    memory: &'a Memory,
+    partial: u64,
+    kv_head: usize,
+    lanes: usize,
+) -> State<'a> {
+    let width = call.geometry.head_dim_vo;
+    let len = state_len(lanes, width);
+    // SAFETY: the list reserved `G * state_len` floats there, below `partial_len`, which the workspace holds.
+    let floats = unsafe {
+        let start = memory.partials.add(partial as usize + kv_head * len);
+        std::slice::from_raw_parts_mut(start, len)
+    };
+    State::new(floats, lanes, width)
+}
+
+/// Sums one item's leaves and hands the states on.
+fn item(call: &Call<'_>, item: &Item, memory: &Memory, scratch: &mut [u8]) {
+    let work = call.work;
+    let group = call.geometry.group();
+    let members = &work.members[item.member_begin as usize..][..item.member_count as usize];
+    let family = work.rows[members[0].row as usize].family;
+    let mut emit = |kv_head: usize, state: &State<'_>| {
+        let mut lane = 0;
+        for member in members {
+            let row = &work.rows[member.row as usize];
+            let tokens = if item.q_count == 0 { row.q_len } else { item.q_count };
+            let lanes = tokens as usize * group;
+            let part = state.lanes(lane, lanes);
+            // SAFETY: the list gives each (member, head) to one item; its tokens are the row's.
+            unsafe {
+                if member.partial == crate::work::DIRECT {
+                    finish::write(call, row, item.q_begin, kv_head, &part);
+                } else {
+                    partial(call, memory, member.partial, kv_head, lanes).copy_from(&part);
+                }
+            }
+            lane += lanes;
+        }
+    };
+    let arena = Arena::new(scratch);
+    if family == Family::Decode as u32 {
+        decode::run(call, item, members, arena, &mut emit);
+    } else {
+        tile_item::run(call, item, members, arena, &mut emit);
+    }
+}
+
+/// Joins the states of a row's parts, in their own memory, and finishes.
+fn merge(call: &Call<'_>, merge: &Merge, memory: &Memory) {
+    let work = call.work;
+    let row = &work.rows[merge.row as usize];
+    let lanes = merge.q_count as usize * call.geometry.group();
+    let parts = &work.parts[merge.part_begin as usize..][..merge.part_count as usize];
+    let c = call.exponent(row);
+    for head in merge.kv_head_begin..merge.kv_head_begin + merge.kv_head_count {
+        let head = head as usize;
+        // SAFETY: items are done, and this head of these parts belongs to this merge alone; two parts never
+        // overlap, so that a left and a right state are disjoint.
+        let state = |at: u64| unsafe { partial(call, memory, at, head, lanes) };
+        let mut at = [0u64; 34];
+        let mut tree = Tree::new();
+        for part in parts {
+            at[tree.len()] = part.partial;
+            tree.push(part.level, part.index, |left| state(at[left]).join(&state(at[left + 1]), c));
+        }
+        tree.finish(|left| state(at[left]).join(&state(at[left + 1]), c));
+        // SAFETY: the merge's tokens are the row's, and no item writes them.
+        unsafe { finish::write(call, row, merge.q_begin, head, &state(at[0]).lanes(0, lanes)) };
+    }
+}

@@ -1,0 +1,23 @@
+//! Paged attention's safe entry: geometry, variant, page tables, schedule, and one call that attends.
+//!
+//! A table is checked and cut into work once ([`schedule`]), then every layer attends with the same list
+//! ([`attend`]). Rules of visibility and numbers: [`Variant`], [`PageTable`] and [`work`](crate::work).
+
+mod attend;
+mod cascade;
+mod family;
+mod geometry;
+mod schedule;
+mod table;
+mod variant;
+
+#[cfg(test)]
+mod tests;
+
+pub use attend::{AttendParams, attend, workspace_bytes};
+pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family};
+pub use geometry::{Geometry, MAX_HEAD_DIM};
+pub use schedule::{ScheduleOptions, schedule};
+pub(crate) use schedule::{Scratch, visible};
+pub use table::{MAX_POSITION, Mask, MaskEntries, PageTable};
+pub use variant::Variant;
