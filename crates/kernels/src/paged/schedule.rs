@@ -285,7 +285,7 @@ impl Scheduler<'_> {
                 shared.push((row, Part { partial, index: leaf >> level, level }));
             }
             let leaf_end = leaf + (1 << level);
-            let cost = lanes as u64 * leaf_keys << level;
+            let cost = (lanes as u64 * leaf_keys) << level;
             let member_count = members.len() as u32;
             let item =
                 Item { cost, member_begin, member_count, leaf_begin: leaf, leaf_end, ..Item::default() };

@@ -39,7 +39,10 @@ unsafe impl Sync for Memory {}
 pub(crate) fn run(call: &Call<'_>, workspace: &mut [u8], workers: usize) {
     let work = call.work;
     let needed = workspace_bytes(work, workers);
-    assert!(workspace.len() >= needed && workspace.as_ptr() as usize % 64 == 0, "checked by the caller");
+    assert!(
+        workspace.len() >= needed && (workspace.as_ptr() as usize).is_multiple_of(64),
+        "checked by the caller"
+    );
     let scratch_bytes = scratch_bytes(work);
     let base = workspace.as_mut_ptr();
     let partials = arena_bytes::<f32>(work.partial_len as usize);

@@ -11,7 +11,7 @@ use half::{bf16, f16};
 
 use crate::DType;
 
-use super::body::{Body, Scores, TILE, Transform, Values};
+use super::body::{Body, Scores, ScoresFn, TILE, Transform, Values, ValuesFn};
 use super::generic::{EXP2, TANH_LIMIT, TANH_P, TANH_Q};
 
 /// Elements that load as sixteen f32.
@@ -159,7 +159,7 @@ unsafe fn score_block<K: Load, const LANES: usize, const KEYS: usize>(
                 }
             }
             let line = at * size_of::<K>();
-            if line % 64 == 0 {
+            if line.is_multiple_of(64) {
                 for row in ahead.iter().take(KEYS) {
                     _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(line).cast());
                 }
@@ -468,7 +468,7 @@ unsafe fn rescale(acc: &mut [f32], alpha: f32) {
 
 /// The body for stored elements of `kv_dtype`; with `dot`, queries are bf16 and multiplied as such.
 pub(super) fn body(kv_dtype: DType, dot: bool) -> Body {
-    let (scores, values): (unsafe fn(&Scores<'_>), unsafe fn(&Values<'_>)) = match kv_dtype {
+    let (scores, values): (ScoresFn, ValuesFn) = match kv_dtype {
         DType::Bf16 if dot => (scores_bf16, values::<bf16>),
         DType::Bf16 => (scores_f32::<bf16>, values::<bf16>),
         DType::F16 => (scores_f32::<f16>, values::<f16>),

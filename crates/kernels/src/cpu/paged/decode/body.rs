@@ -56,13 +56,19 @@ pub(super) struct Transform {
     pub(super) distance: f32,
 }
 
+/// Computes a run's scores. Needs the body's instruction set and a job whose addresses are right.
+pub(super) type ScoresFn = unsafe fn(&Scores<'_>);
+
+/// Adds a run's weighted values. Needs the body's instruction set and a job whose addresses are right.
+pub(super) type ValuesFn = unsafe fn(&Values<'_>);
+
 /// One instruction set's primitives for one pair of element types.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Body {
     /// Whether packed queries are bf16, for bf16 dot products; f32 otherwise.
     pub(super) q_bf16: bool,
-    pub(super) scores: unsafe fn(&Scores<'_>),
-    pub(super) values: unsafe fn(&Values<'_>),
+    pub(super) scores: ScoresFn,
+    pub(super) values: ValuesFn,
     /// Rewrites a tile's scores of one lane.
     pub(super) transform: unsafe fn(&mut [f32; TILE], &Transform),
     /// Turns one lane's scores into weights, given which keys it sees, the running maximum and sum, and the

@@ -90,7 +90,7 @@ pub(super) const TANH_P: [f32; 7] = [
     4.893_525e-3,
 ];
 /// Denominator of [`TANH_P`].
-pub(super) const TANH_Q: [f32; 4] = [1.198_258_4e-6, 1.185_347_1e-4, 2.268_434_6e-3, 4.893_525_2e-3];
+pub(super) const TANH_Q: [f32; 4] = [1.198_258_4e-6, 1.185_347_1e-4, 2.268_434_6e-3, 4.893_525e-3];
 /// Where `tanh` rounds to 1.
 pub(super) const TANH_LIMIT: f32 = 7.905_311;
 
