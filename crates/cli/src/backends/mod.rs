@@ -122,7 +122,6 @@ fn as_json(machine: &Machine, driver: &Result<Driver, NoCuda>) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use self::device::NOT_BUILT;
     use super::*;
     use crate::text::COLUMNS;
     use mstar_kernels::cards::Card;

@@ -65,7 +65,10 @@ impl<'a> Fields<'a> {
     /// The value of `key`; a fault when it is not there.
     pub fn required(&mut self, key: &'static str) -> Option<&'a Node> {
         let value = self.value(key);
-        if value.is_none() && self.is_map() {
+        // A key that is there under a wrong name is one fault, which `finish` reports.
+        let entries = self.node.entries().unwrap_or_default();
+        let misspelt = entries.iter().any(|entry| keys::is_misspelt(&entry.key, key, self.section));
+        if value.is_none() && self.is_map() && !misspelt {
             self.faults.push(self.missing_error(key, format!("missing; {} needs it", self.section.name)));
         }
         value

@@ -183,7 +183,11 @@ pub(super) fn unknown(key: &str, section: &Section) -> String {
     if section.keys.contains(&underscored.as_str()) {
         return format!("{head}; write {underscored}");
     }
-    let elsewhere = |key: &str| ALL.iter().find(|other| other.keys.contains(&key)).map(|other| other.name);
+    let elsewhere = |key: &str| {
+        let both = SYNTHETIC.keys.contains(&key) && TRACE.keys.contains(&key);
+        let found = ALL.iter().find(|other| other.keys.contains(&key))?;
+        Some(if both { WORKLOAD.name } else { found.name })
+    };
     if let Some(other) = elsewhere(key) {
         return format!("{head}; it belongs to {other}");
     }
@@ -198,6 +202,13 @@ pub(super) fn unknown(key: &str, section: &Section) -> String {
         Some((far, other)) => format!("{head}; did you mean {far}, which belongs to {other}?"),
         None => format!("{head}; it has {}", section.keys.join(", ")),
     }
+}
+
+/// Whether `key`, which the section does not have, is `meant` misspelt.
+pub(super) fn is_misspelt(key: &str, meant: &str, section: &Section) -> bool {
+    !section.keys.contains(&key)
+        && (key.replace('-', "_").to_lowercase() == meant
+            || nearest(key, section.keys.iter().copied()) == Some(meant))
 }
 
 /// The name nearest to `got`, if one is near enough to be what was meant: at most a third of the letters wrong.
@@ -228,7 +239,7 @@ mod tests {
         check("page-size", &KV, "write page_size");
         check("Page_Size", &KV, "write page_size");
         check("page_size", &MODEL, "it belongs to a resource of kind kv");
-        check("max-batch", &SPEC, "max_batch belongs to a workload of kind trace");
+        check("max-batch", &SPEC, "max_batch belongs to workload");
         check("num_kv_head", &KV, "did you mean num_kv_heads, which belongs to model?");
         check("zzzzzz", &GRAPH, "it has buckets, slots");
     }

@@ -79,9 +79,9 @@ impl ModelSpec {
         let head_dim_vo = f.count_opt("head_dim_vo", 1..=512);
         let kv_lora_rank = f.count_opt("kv_lora_rank", 1..=8192);
         let rope = f.count_opt("qk_rope_head_dim", 0..=8192);
-        let given_scale = f.number_opt("sm_scale", f64::MIN_POSITIVE..=f64::from(f32::MAX));
+        let given_scale = f.number_opt("sm_scale", 1e-6..=1e6);
         let window_left = read_window(&mut f);
-        let cap = f.number_opt("logits_soft_cap", f64::MIN_POSITIVE..=f64::from(f32::MAX));
+        let cap = f.number_opt("logits_soft_cap", 1e-6..=1e6);
         let (sinks, alibi) = (f.flag_or("sinks", false), f.flag_or("alibi", false));
         if let (Some(h), Some(g)) = (num_qo_heads, num_kv_heads)
             && h % g != 0
@@ -101,11 +101,8 @@ impl ModelSpec {
             f.fault_at("qk_rope_head_dim", "has no effect without kv_lora_rank; remove it");
         }
         let default_scale = head_dim.map(|d| (d as f64).powf(-0.5));
-        if given_scale.is_none()
-            && default_scale.is_none()
-            && f.node().get("sm_scale").is_none()
-            && f.is_map()
-        {
+        let said = |key: &str| f.node().get(key).is_some();
+        if f.is_map() && !said("sm_scale") && !said("head_dim") && kv_lora_rank.is_some() {
             f.fault_at(
                 "sm_scale",
                 "missing; a latent cache does not say the width that its default is made of",

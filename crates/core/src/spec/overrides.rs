@@ -83,7 +83,7 @@ mod tests {
         set(&mut root, "resources.kv.page_size = 16").unwrap();
         set(&mut root, "graph.buckets=[1, 8]").unwrap();
         let text = |path: &[&str]| {
-            let node = path.iter().fold(Some(&root), |at, key| at.and_then(|at| at.get(key)));
+            let node = path.iter().try_fold(&root, |at, key| at.get(key));
             node.map(Node::describe)
         };
         assert_eq!(text(&["workload", "file"]).as_deref(), Some("/data/x=y #1.csv"));

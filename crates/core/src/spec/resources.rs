@@ -258,10 +258,11 @@ fn read_kv(
                 ));
                 None
             }
-            _ => {
-                f.fault("layout: nhd needs model.num_kv_heads and model.head_dim");
+            (None, _) => {
+                f.fault("layout nhd needs model.head_dim and model.num_kv_heads");
                 None
             }
+            (Some(_), None) => None, // The model's own fault says so.
         },
         (Layout::Mla, Some(model)) => match model.kv_lora_rank {
             Some(kv_lora_rank) => {
@@ -293,7 +294,7 @@ fn read_kv(
     };
     let bytes = page_bytes(&config);
     for (key, pages) in [("max_num_pages", config.max_num_pages), ("host_pages", host_pages)] {
-        if bytes.saturating_mul(pages as u128) > MAX_POOL_BYTES {
+        if f.node().get(key).is_some() && bytes.saturating_mul(pages as u128) > MAX_POOL_BYTES {
             let why = format!("{pages} pages of {bytes} bytes each are more than any machine has; lower it");
             f.fault_at(key, why);
         }
@@ -359,10 +360,7 @@ fn read_dsa(
     names: &mut Names<'_>,
     faults: &super::Faults,
 ) -> Option<ResourceKind> {
-    if f.required("kv_cache").is_none() {
-        f.finish("here");
-        return None;
-    }
+    f.required("kv_cache");
     let kv_cache = names.text(&mut f, "kv_cache", faults);
     let index_n_heads = f.count("index_n_heads", 1..=super::model::MAX_HEADS);
     let index_head_dim = f.count("index_head_dim", 1..=512);
