@@ -85,12 +85,17 @@ pub trait Attention: Resource {
         None
     }
 
-    /// For each row of the plan, which of the `[T]` hidden states is its last: `[R]`, `-1` for a row without queries.
-    /// A head gathers these before it projects to logits.
+    /// Copies each row's last hidden state, `hidden` `[T, W]`, to `out` `[R, W]`: what a head projects to logits. A row
+    /// without queries yields zeros.
     ///
     /// # Errors
-    /// A missing plan.
-    fn select_last_hidden(&self, plan: &PlanId) -> Result<Vec<i32>>;
+    /// A missing plan; shapes or dtypes that do not fit each other or the plan.
+    fn select_last_hidden(
+        &self,
+        forward: &Forward<'_>,
+        hidden: TensorRef<'_>,
+        out: TensorMut<'_>,
+    ) -> Result<()>;
 
     /// `[R + 1]`: where each row's queries start, at a fixed address for the life of a lease.
     ///
