@@ -56,17 +56,25 @@
 //! | `run` | [`run`]: one layer; [`run_in`]: the same in a foreign workspace |
 //! | `workspace` | [`Workspace`]: scratch sized by the plan's need |
 //! | `hidden` | [`select_last_hidden`]: each row's last query token |
+//! | `manager` | [`PagedAttention`]: the same as a resource of a spec |
+//! | `cross` | [`CrossAttention`]: queries of one sequence over a context written once |
 
 #![forbid(unsafe_code)]
 
+mod cross;
 mod error;
 mod hidden;
+mod manager;
 mod plan;
+#[cfg(test)]
+mod rig;
 mod run;
 mod workspace;
 
+pub use cross::{CrossAttention, CrossFactory, CrossOptions};
 pub use error::{Error, Result};
 pub use hidden::select_last_hidden;
+pub use manager::{EagerSlotKey, PagedAttention, PagedFactory, PagedOptions, PlanCounts, WorkspacePool};
 pub use mstar_kernels::paged::{Family, Geometry, MAX_HEAD_DIM, Mask, MaskEntries, PageTable, Variant};
 pub use mstar_kernels::{DType, Device, Stream, TensorMut, TensorRef};
 pub use plan::{Capacity, Plan, PlanCacheKey, PlanOptions, Planned, Schedule};

@@ -40,14 +40,6 @@ impl PagedKvCache {
         &self.store
     }
 
-    /// Says which other resources stored pages depend on, with their fingerprints. Once, before requests come in.
-    ///
-    /// # Errors
-    /// [`Error::Order`] when requests are here already.
-    pub fn bind(&self, depends_on: &[(ResourceName, Option<Fingerprint>)]) -> Result<()> {
-        self.store.set_namespace(Namespace::new(self.store.config(), depends_on))
-    }
-
     fn declared<'a>(&self, step: &'a Step) -> Result<&'a KvStep> {
         match step.resources.get(&self.name) {
             None => Ok(&NOTHING),
@@ -75,6 +67,21 @@ impl Resource for PagedKvCache {
 
     fn takes_override(&self, wanted: &Override) -> bool {
         matches!(wanted, Override::Kv(_))
+    }
+
+    /// Pages are found again only among resources of the same fingerprints; a prefix index that nobody may use is refused.
+    fn bind(
+        &self,
+        others: &[(ResourceName, Option<Fingerprint>)],
+        unskippable: &[ResourceName],
+    ) -> Result<()> {
+        if let (true, Some(resource)) = (self.store.config().prefix_cache, unskippable.first()) {
+            let why = format!(
+                "prefix_cache is on, but a matched prefix may not skip the work of {resource}; say prefix_cache: false"
+            );
+            return Err(Error::Step { resource: self.name.clone(), why });
+        }
+        self.store.set_namespace(Namespace::new(self.store.config(), others))
     }
 
     fn ingest_request(&self, ingest: &Ingest) -> Result<()> {

@@ -226,7 +226,11 @@ impl Engine {
         for resource in &resources {
             let others = || resources.iter().filter(|other| other.name() != resource.name());
             let prints: Vec<_> = others().map(|other| (other.name().clone(), other.fingerprint())).collect();
-            resource.bind(&prints, others().all(|other| other.prefix_skip_safe()))?;
+            let unskippable: Vec<_> = others()
+                .filter(|other| !other.prefix_skip_safe())
+                .map(|other| other.name().clone())
+                .collect();
+            resource.bind(&prints, &unskippable)?;
         }
         let used = Mutex::new(vec![false; options.slots]);
         Ok(Engine { shared: Arc::new(Shared { resources, options, outstanding: Mutex::default(), used }) })

@@ -70,12 +70,16 @@ pub trait Resource: Send + Sync {
     }
 
     /// Told once, when the engine is made: the fingerprints of all other resources, which its stored pages depend on too,
-    /// and whether every one of them lets a matched prefix skip its work.
+    /// and the names of those that do not let a matched prefix skip their work.
     ///
     /// # Errors
     /// When it cannot keep what its spec promised among these, such as a prefix index that nobody may use.
-    fn bind(&self, others: &[(ResourceName, Option<Fingerprint>)], skip_safe: bool) -> Result<()> {
-        let _ = (others, skip_safe);
+    fn bind(
+        &self,
+        others: &[(ResourceName, Option<Fingerprint>)],
+        unskippable: &[ResourceName],
+    ) -> Result<()> {
+        let _ = (others, unskippable);
         Ok(())
     }
 

@@ -86,8 +86,12 @@ impl Resource for Mock {
         self.name.as_str() != "attn"
     }
 
-    fn bind(&self, others: &[(ResourceName, Option<Fingerprint>)], skip_safe: bool) -> Result<()> {
-        self.note(&format!("bind {} {skip_safe}", others.len()));
+    fn bind(
+        &self,
+        others: &[(ResourceName, Option<Fingerprint>)],
+        unskippable: &[ResourceName],
+    ) -> Result<()> {
+        self.note(&format!("bind {} {}", others.len(), unskippable.is_empty()));
         Ok(())
     }
 

@@ -1,0 +1,447 @@
+use mstar_core::attend::Softmax;
+use mstar_core::resource::PaddedShape;
+use mstar_core::step::{AttentionStep, Combined, Declaration, Fork, KvStep, MaskKeys, RowMask};
+use mstar_core::{Admission, Attention, Error, Label, Resource, Segment, Step, StepSerial};
+use mstar_kernels::reference::paged::Options;
+use mstar_kernels::{Stream, TensorMut, TensorRef};
+
+use crate::rig::{self, D, G, H, L, Rig, RowOut, close, plan_id, saying, segment, step};
+use crate::{PagedOptions, PlanCounts};
+
+fn find<'a>(rows: &'a [RowOut], request: &str) -> &'a RowOut {
+    rows.iter().find(|row| row.request.as_str() == request).unwrap()
+}
+
+fn shape(rows: usize, tokens: usize) -> Option<PaddedShape> {
+    Some(PaddedShape { rows, tokens })
+}
+
+#[test]
+fn ragged_steps_match_the_oracle() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a", "b", "c"]);
+    let mut stored = [("a", 0), ("b", 0), ("c", 0)];
+    for spans in [[9, 1, 0], [1, 7, 3], [1, 1, 1], [2, 0, 4]] {
+        let rows: Vec<(&str, usize)> =
+            stored.iter().zip(spans).map(|(&(name, _), span)| (name, span)).collect();
+        let out = rig.step(&rows, None);
+        for ((name, len), (row, span)) in stored.iter_mut().zip(out.iter().zip(spans)) {
+            *len += span;
+            for layer in 0..L {
+                let (o, lse) = rig.oracle(name, span, *len, layer);
+                assert!(close(&row.layers[layer].0, &o) && close(&row.layers[layer].1, &lse), "{name} {len}");
+            }
+        }
+    }
+}
+
+#[test]
+fn window_soft_cap_sinks_and_alibi_reach_the_kernel() {
+    let plain = Softmax::scaled(0.3);
+    let sinks: Vec<f32> = (0..L * H).map(|i| i as f32 * 0.3 - 1.0).collect();
+    let slopes: Vec<f32> = (0..H).map(|h| 0.5f32.powi(h as i32 + 1)).collect();
+    let variants = [
+        Softmax { window_left: Some(3), ..plain.clone() },
+        Softmax { logits_soft_cap: Some(0.7), ..plain.clone() },
+        Softmax { sinks: Some(sinks.into()), ..plain.clone() },
+        Softmax { alibi_slopes: Some(slopes.into()), ..plain.clone() },
+        plain,
+    ];
+    let mut results = Vec::new();
+    for softmax in variants {
+        let rig = Rig::with(rig::config(4, 32), softmax.clone(), PagedOptions::default(), true);
+        rig.ingest(&["a"]);
+        rig.step(&[("a", 11)], None);
+        let row = rig.step(&[("a", 2)], None).remove(0);
+        for layer in 0..L {
+            let (o, lse) = rig.oracle("a", 2, 13, layer);
+            assert!(close(&row.layers[layer].0, &o) && close(&row.layers[layer].1, &lse), "{softmax:?}");
+        }
+        assert!(results.iter().all(|other: &RowOut| !other.same_bits(&row)), "{softmax:?} changes nothing");
+        results.push(row);
+    }
+}
+
+#[test]
+fn f40_a_row_alone_equals_the_row_in_a_batch_of_seven() {
+    let names = ["a", "b", "c", "d", "e", "f", "g"];
+    let lengths = [700, 3, 1, 64, 513, 16, 1030];
+    let alone: Vec<Vec<RowOut>> = names
+        .iter()
+        .zip(lengths)
+        .map(|(name, length)| {
+            let rig = Rig::new(16, 256);
+            rig.ingest(&[name]);
+            rig.step(&[(name, length)], None);
+            (0..3).map(|_| rig.step(&[(name, 1)], None).remove(0)).collect()
+        })
+        .collect();
+    let rig = Rig::new(16, 256);
+    rig.ingest(&names);
+    // Prefilled one by one and in pieces, so that pages interleave.
+    for (name, length) in names.iter().zip(lengths).rev() {
+        rig.step(&[(name, length)], None);
+    }
+    for turn in 0..3 {
+        let mut rows: Vec<(&str, usize)> = names.iter().map(|name| (*name, 1)).collect();
+        rows.rotate_left(turn);
+        let out = rig.step(&rows, None);
+        for (name, alone) in names.iter().zip(&alone) {
+            assert!(find(&out, name).same_bits(&alone[turn]), "{name} in turn {turn}");
+        }
+    }
+}
+
+#[test]
+fn f17_padded_slots_yield_zero_and_write_nothing_and_real_rows_equal_eager() {
+    let prefill = [("a", 5), ("b", 33), ("c", 17)];
+    let eager = Rig::new(8, 64);
+    let padded = Rig::new(8, 64);
+    for rig in [&eager, &padded] {
+        rig.ingest(&["a", "b", "c"]);
+        for (name, length) in prefill {
+            rig.step(&[(name, length)], None);
+        }
+    }
+    for bucket in [shape(8, 8), shape(4, 12), shape(3, 3)] {
+        let rows = [("a", 1), ("b", 1), ("c", 1)];
+        let before = padded.pool();
+        let (want, got) = (eager.step(&rows, None), padded.step(&rows, bucket));
+        for (want, got) in want.iter().zip(&got) {
+            assert!(got.same_bits(want), "{} in {bucket:?}", got.request);
+        }
+        // Three tokens were appended in each layer, to keys and to values: nothing else changed.
+        let changed = before.iter().zip(padded.pool()).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+        assert!(changed <= 3 * 2 * L * G * D, "{changed}");
+        assert_eq!(eager.pool(), padded.pool());
+    }
+    // Real rows without queries, between others.
+    let rows = [("a", 5), ("b", 0), ("c", 7)];
+    let (want, got) = (eager.step(&rows, None), padded.step(&rows, shape(8, 16)));
+    assert!(want.iter().zip(&got).all(|(want, got)| got.same_bits(want)));
+}
+
+#[test]
+fn f16_a_small_plan_after_a_large_one_in_the_same_bucket_equals_one_in_fresh_memory() {
+    let large: Vec<String> = (0..16).map(|i| format!("r{i}")).collect();
+    let run = |first: bool| {
+        let rig = Rig::new(4, 16 * 16 + 8);
+        rig.ingest(&large.iter().map(String::as_str).collect::<Vec<_>>());
+        rig.ingest(&["x", "y"]);
+        for name in &large {
+            rig.step(&[(name, 60)], None);
+        }
+        rig.step(&[("x", 2)], None);
+        rig.step(&[("y", 1)], None);
+        if first {
+            let rows: Vec<(&str, usize)> = large.iter().map(|name| (name.as_str(), 1)).collect();
+            rig.step(&rows, shape(16, 16));
+        }
+        rig.step(&[("x", 1), ("y", 1)], shape(16, 16))
+    };
+    let (fresh, after) = (run(false), run(true));
+    assert!(fresh.iter().zip(&after).all(|(a, b)| a.same_bits(b)));
+}
+
+#[test]
+fn f20_several_query_tokens_in_a_decode_row_see_each_other_causally() {
+    let rig = Rig::new(4, 128);
+    let lengths = [("a", 7), ("b", 8), ("c", 9), ("d", 100)];
+    rig.ingest(&["a", "b", "c", "d"]);
+    for (name, length) in lengths {
+        rig.step(&[(name, length - 3)], None);
+    }
+    for bucket in [None, shape(8, 32)] {
+        let planned = rig.planned(step(&lengths.map(|(name, _)| (name, 3))), bucket);
+        let out = rig.forward(&planned, "main");
+        rig.engine.abort(planned);
+        for (name, length) in lengths {
+            let (o, lse) = rig.oracle(name, 3, length, 0);
+            let row = &find(&out, name).layers[0];
+            assert!(close(&row.0, &o) && close(&row.1, &lse), "{name}");
+        }
+    }
+}
+
+#[test]
+fn preplanned_steps_equal_plain_ones_to_the_bit() {
+    let rows = [("a", 1), ("b", 1)];
+    let plain = Rig::new(4, 64);
+    let ahead = Rig::new(4, 64);
+    for rig in [&plain, &ahead] {
+        rig.ingest(&["a", "b"]);
+        rig.step(&[("a", 6), ("b", 3)], None);
+    }
+    let want: Vec<Vec<RowOut>> = (0..6).map(|_| plain.step(&rows, None)).collect();
+    let mut now = ahead.planned(step(&rows), None);
+    for (turn, want) in want.iter().enumerate() {
+        let next = ahead.engine.preplan(&now, step(&rows)).unwrap().admitted().unwrap();
+        let got = ahead.forward(&now, "main");
+        assert!(got.iter().zip(want).all(|(a, b)| a.same_bits(b)), "turn {turn}");
+        ahead.engine.commit(now).unwrap();
+        now = match ahead.engine.promote(next).unwrap() {
+            Admission::Admitted(now) => now,
+            refused => panic!("{refused:?}"),
+        };
+    }
+    ahead.engine.abort(now);
+    assert_eq!(plain.kv.store().stats().pages_held, ahead.kv.store().stats().pages_held);
+}
+
+#[test]
+fn a_preplan_over_a_step_that_is_aborted_is_cleared_without_a_trace() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a"]);
+    rig.step(&[("a", 6)], None);
+    let before =
+        (rig.kv.store().stats().pages_free, rig.kv.store().stream(&"a".into(), &Label::main()).unwrap());
+    let now = rig.planned(step(&[("a", 1)]), None);
+    let next = rig.engine.preplan(&now, step(&[("a", 1)])).unwrap().admitted().unwrap();
+    rig.engine.abort(now);
+    assert!(rig.engine.promote(next).is_err());
+    let after =
+        (rig.kv.store().stats().pages_free, rig.kv.store().stream(&"a".into(), &Label::main()).unwrap());
+    assert_eq!(before.0, after.0);
+    assert_eq!(before.1.len, after.1.len);
+    let out = rig.step(&[("a", 1)], None);
+    let (o, _) = rig.oracle("a", 1, 7, 1);
+    assert!(close(&out[0].layers[1].0, &o));
+}
+
+#[test]
+fn an_unchanged_plan_is_kept_and_a_changed_length_makes_another() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a"]);
+    rig.step(&[("a", 6)], None);
+    let made = |counts: PlanCounts| (counts.made, counts.unchanged);
+    let start = made(rig.attn.plan_counts());
+    // Read-only passes over the same tokens.
+    for _ in 0..3 {
+        let planned = rig.planned(step(&[("a", 0)]), None);
+        rig.engine.commit(planned).unwrap();
+    }
+    let read = made(rig.attn.plan_counts());
+    assert_eq!((read.0 - start.0, read.1 - start.1), (1, 2));
+    for length in 7..10 {
+        let out = rig.step(&[("a", 1)], None);
+        let (o, lse) = rig.oracle("a", 1, length, 0);
+        assert!(close(&out[0].layers[0].0, &o) && close(&out[0].layers[0].1, &lse), "{length}");
+    }
+    assert_eq!(rig.attn.plan_counts().made - read.0, 3);
+}
+
+#[test]
+fn the_buffers_of_a_slot_keep_their_addresses() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a", "b"]);
+    rig.engine
+        .build_accelerator_graph_buffers([mstar_core::graph::Bucket {
+            walk: "decode".into(),
+            shape: PaddedShape { rows: 8, tokens: 8 },
+        }])
+        .unwrap();
+    rig.step(&[("a", 6), ("b", 9)], shape(8, 16));
+    let planned = rig.planned(step(&[("a", 1), ("b", 1)]), shape(8, 8));
+    let id = plan_id(&planned, "main");
+    let address = rig.attn.kv_len_buf(&id).unwrap().view().unwrap().as_ptr();
+    rig.engine.commit(planned).unwrap();
+    let planned = rig.planned(step(&[("a", 1), ("b", 1)]), shape(8, 8));
+    let id = plan_id(&planned, "main");
+    let lens = rig.attn.kv_len_buf(&id).unwrap();
+    assert_eq!(lens.view().unwrap().as_ptr(), address, "the buffers of a slot never move");
+    assert_eq!(lens.view().unwrap().as_slice::<i32>().unwrap(), &[8, 11, 0, 0, 0, 0, 0, 0]);
+    let starts = rig.attn.qo_indptr_buf(&id).unwrap();
+    assert_eq!(starts.view().unwrap().as_slice::<i32>().unwrap(), &[0, 1, 2, 3, 4, 5, 6, 7, 8]);
+    let held = rig.attn.bytes();
+    rig.forward(&planned, "main");
+    assert_eq!(rig.attn.bytes(), held, "a run makes nothing grow");
+    assert!(rig.attn.kernel(&id).unwrap().contains("decode rows"));
+    rig.engine.commit(planned).unwrap();
+}
+
+#[test]
+fn a_plan_of_another_step_slot_or_label_is_refused() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a"]);
+    let planned = rig.planned(step(&[("a", 3)]), None);
+    let id = plan_id(&planned, "main");
+    assert!(rig.attn.kv_len_buf(&id).is_ok());
+    for other in [
+        mstar_core::PlanId { label: "cond".into(), ..id.clone() },
+        mstar_core::PlanId { slot: mstar_core::Slot(1), ..id.clone() },
+        mstar_core::PlanId { serial: StepSerial(u64::MAX), ..id.clone() },
+    ] {
+        assert!(matches!(rig.attn.kv_len_buf(&other), Err(Error::UnknownPlan { .. })), "{other:?}");
+    }
+    rig.engine.commit(planned).unwrap();
+    assert!(matches!(rig.attn.kv_len_buf(&id), Err(Error::UnknownPlan { .. })), "a plan ends with its step");
+}
+
+#[test]
+fn select_last_hidden_gathers_each_rows_last_token() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a", "b", "c"]);
+    rig.step(&[("b", 1)], None);
+    let planned = rig.planned(step(&[("a", 3), ("b", 0), ("c", 2)]), None);
+    let stream = Stream::cpu();
+    let hidden: Vec<f32> = (0..5 * 3).map(|i| i as f32).collect();
+    let mut out = vec![f32::NAN; 9];
+    rig.attn
+        .select_last_hidden(
+            &planned.forward("main", &stream),
+            TensorRef::from_slice(&hidden, &[5, 3]).unwrap(),
+            TensorMut::from_slice(&mut out, &[3, 3]).unwrap(),
+        )
+        .unwrap();
+    assert_eq!(out, [6.0, 7.0, 8.0, 0.0, 0.0, 0.0, 12.0, 13.0, 14.0]);
+    rig.engine.abort(planned);
+}
+
+#[test]
+fn a_draft_tree_sees_its_ancestors_alone() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a", "b"]);
+    rig.step(&[("a", 5), ("b", 2)], None);
+    // A root with two children; the second child has a child of its own.
+    let parents = [None, Some(0), Some(0), Some(2)];
+    let mut own = vec![false; 16];
+    for node in 0..4 {
+        let mut at = Some(node);
+        while let Some(ancestor) = at {
+            own[node * 4 + ancestor] = true;
+            at = parents[ancestor];
+        }
+    }
+    let mask = |visible| RowMask { request: "a".into(), label: Label::main(), visible };
+    let masks = vec![mask(MaskKeys::Own(own.clone().into()))];
+    let tree = saying(step(&[("b", 1), ("a", 4)]), "attn", AttentionStep { masks, ..Default::default() });
+    let planned = rig.planned(tree, None);
+    let out = rig.forward(&planned, "main");
+    rig.engine.abort(planned);
+    let all: Vec<bool> = (0..4 * 9).map(|i| i % 9 < 5 || own[i / 9 * 4 + (i % 9 - 5)]).collect();
+    let masks = [Some(all.as_slice())];
+    let options = Options { masks: &masks, ..Options::default() };
+    let (o, lse) = rig::oracle("a", "main", 4, 9, 0, true, 0.25, options);
+    let row = &find(&out, "a").layers[0];
+    assert!(close(&row.0, &o) && close(&row.1, &lse));
+    let (o, _) = rig.oracle("b", 1, 3, 0);
+    assert!(close(&find(&out, "b").layers[0].0, &o), "the row beside it has no mask");
+}
+
+#[test]
+fn masks_without_a_row_and_foreign_queries_are_refused() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a"]);
+    let mask = RowMask { request: "z".into(), label: Label::main(), visible: MaskKeys::Own([true].into()) };
+    let said = saying(step(&[("a", 1)]), "attn", AttentionStep { masks: vec![mask], ..Default::default() });
+    let admitted = rig.engine.admit(said).unwrap().admitted().unwrap();
+    let failed = rig.engine.plan(admitted).unwrap_err();
+    assert!(failed.to_string().contains("1 masks were declared, 0 rows have one"), "{failed}");
+    let queries = AttentionStep { queries: Some(vec![segment("a", "main", 1)]), ..Default::default() };
+    let said = rig.engine.admit(saying(step(&[("a", 1)]), "attn", queries)).unwrap_err();
+    assert!(said.to_string().contains("backend: cross"), "{said}");
+    assert_eq!(rig.engine.outstanding(), 0);
+}
+
+#[test]
+fn context_only_attends_what_was_stored_before_the_step() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a"]);
+    rig.step(&[("a", 6)], None);
+    let context = AttentionStep { context_only: true, ..Default::default() };
+    let planned = rig.planned(saying(step(&[("a", 3)]), "attn", context), None);
+    let lens = rig.attn.kv_len_buf(&plan_id(&planned, "main")).unwrap();
+    assert_eq!(lens.view().unwrap().as_slice::<i32>().unwrap(), &[6], "where the step's entries start");
+    let out = rig.forward(&planned, "main");
+    rig.engine.abort(planned);
+    let keys: Vec<Option<u64>> = (0..9).map(|p| Some(rig::key("a", "main", p))).collect();
+    use mstar_kernels::synth::Kind;
+    let q = rig::inputs(Kind::Query, 0, &keys[6..], H);
+    let (k, v) = (rig::inputs(Kind::Key, 0, &keys[..6], G), rig::inputs(Kind::Value, 0, &keys[..6], G));
+    let (o, lse) = rig::over(&q, &k, &v, 3, 6, false, 0.25, Options::default());
+    assert!(close(&out[0].layers[0].0, &o) && close(&out[0].layers[0].1, &lse));
+}
+
+#[test]
+fn a_group_of_labels_runs_as_one_plan_with_the_same_bits() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a", "b"]);
+    let kv = |segments: Vec<Segment>, combined, commit| {
+        let kv = KvStep { segments, combined, commit, ..KvStep::default() };
+        Step::new("denoise").with("kv", Declaration::Kv(kv))
+    };
+    let prompt = vec![segment("a", "cond", 5), segment("a", "uncond", 2), segment("b", "cond", 9)];
+    let planned = rig.planned(kv(prompt, vec![], true), None);
+    rig.forward(&planned, "cond");
+    rig.forward(&planned, "uncond");
+    rig.engine.commit(planned).unwrap();
+    let latents = || vec![segment("a", "cond", 4), segment("b", "cond", 4), segment("a", "uncond", 4)];
+    let planned = rig.planned(kv(latents(), vec![], false), None);
+    let mut apart = rig.forward(&planned, "cond");
+    apart.extend(rig.forward(&planned, "uncond"));
+    rig.engine.commit(planned).unwrap();
+    let group = Combined { label: "both".into(), parts: vec!["cond".into(), "uncond".into()] };
+    let planned = rig.planned(kv(latents(), vec![group], false), None);
+    let together = rig.forward(&planned, "both");
+    rig.engine.commit(planned).unwrap();
+    assert_eq!((apart.len(), together.len()), (3, 3));
+    for (a, b) in apart.iter().zip(&together) {
+        assert!(a.same_bits(b) && a.label == b.label && a.request == b.request, "{} {}", a.request, a.label);
+    }
+}
+
+#[test]
+fn a_fork_attends_its_own_tokens_and_leaves_the_other_alone() {
+    let rig = Rig::new(4, 64);
+    rig.ingest(&["a"]);
+    rig.step(&[("a", 6)], None);
+    let fork = Fork { request: "a".into(), from: Label::main(), to: "draft".into() };
+    let kv = KvStep { segments: vec![segment("a", "draft", 1)], pre_forks: vec![fork], ..KvStep::default() };
+    let planned = rig.planned(Step::new("decode").with("kv", Declaration::Kv(kv)), None);
+    rig.forward(&planned, "draft");
+    rig.engine.commit(planned).unwrap();
+    let out = rig.step(&[("a", 1)], None);
+    let (o, lse) = rig.oracle("a", 1, 7, 0);
+    assert!(
+        close(&out[0].layers[0].0, &o) && close(&out[0].layers[0].1, &lse),
+        "the fork's token is not main's"
+    );
+}
+
+#[test]
+fn what_changes_numbers_changes_the_fingerprint() {
+    let print = |softmax: Softmax, causal| {
+        let options = PagedOptions { causal, ..PagedOptions::default() };
+        Rig::with(rig::config(4, 8), softmax, options, true).attn.fingerprint().unwrap().0
+    };
+    let plain = Softmax::scaled(0.25);
+    let prints = [
+        print(plain.clone(), true),
+        print(plain.clone(), false),
+        print(Softmax::scaled(0.26), true),
+        print(Softmax { window_left: Some(3), ..plain.clone() }, true),
+        print(Softmax { logits_soft_cap: Some(3.0), ..plain.clone() }, true),
+        print(Softmax { sinks: Some(vec![0.0; L * H].into()), ..plain.clone() }, true),
+        print(Softmax { alibi_slopes: Some(vec![0.0; H].into()), ..plain.clone() }, true),
+    ];
+    for (index, one) in prints.iter().enumerate() {
+        assert!(prints[..index].iter().all(|other| other != one), "{index}");
+    }
+    assert_eq!(prints[0], print(plain, true));
+}
+
+#[test]
+fn a_cache_that_forgets_what_the_window_sees_is_refused() {
+    let mut config = rig::config(4, 8);
+    config.retention = Some(8);
+    let kv = std::sync::Arc::new(mstar_core::kv::PagedKvCache::new("kv".into(), config).unwrap());
+    let build = |window_left| {
+        let softmax = Softmax { window_left, ..Softmax::scaled(1.0) };
+        crate::PagedAttention::new(&rig::context("attn", &kv, &softmax), PagedOptions::default())
+    };
+    assert!(build(Some(8)).is_ok());
+    for window in [Some(9), None] {
+        let said = build(window).unwrap_err().to_string();
+        assert!(said.contains("window_left") && said.contains("last 8 tokens"), "{said}");
+    }
+}
