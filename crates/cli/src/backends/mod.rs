@@ -10,8 +10,11 @@ pub(crate) use registry::registry;
 pub(crate) use softmax::softmax;
 
 use self::device::NOT_BUILT;
+use mstar_core::attend::{AttnGeometry, BackendFactory, Reason, Softmax};
+use mstar_core::kv::{KvConfig, KvLayout};
 use mstar_kernels::cards::{Driver, NoCuda};
 use mstar_kernels::cpu::Isa;
+use mstar_kernels::{DType, Device};
 use serde_json::{Value, json};
 
 use crate::exit::Exit;
@@ -40,7 +43,11 @@ fn as_text(machine: &Machine, driver: &Result<Driver, NoCuda>) -> String {
     let mut out = format!("mstar {}\n\nbackends\n", env!("CARGO_PKG_VERSION"));
     let backends = registry();
     for factory in backends.iter() {
-        out += &wrap(&format!("  {:<9}", factory.name()), factory.about());
+        let text = match serves_nothing(&**factory) {
+            Some(why) => format!("{}; runs nothing in this version: {why}", factory.about()),
+            None => factory.about().to_string(),
+        };
+        out += &wrap(&format!("  {:<9}", factory.name()), &text);
     }
     for (name, feature) in backends.not_compiled() {
         out += &wrap(&format!("  {name:<9}"), &format!("not compiled in; build with --features {feature}"));
@@ -70,6 +77,21 @@ fn as_text(machine: &Machine, driver: &Result<Driver, NoCuda>) -> String {
     out
 }
 
+/// Why a backend serves neither an ordinary cache of heads nor one of latents on the CPU, if it does not.
+fn serves_nothing(factory: &dyn BackendFactory) -> Option<Reason> {
+    let layouts = [
+        KvLayout::Nhd { num_kv_heads: 8, head_dim: 128 },
+        KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 },
+    ];
+    let mut why = None;
+    for layout in layouts {
+        let kv = KvConfig::new(layout, DType::Bf16, 16, 2);
+        let geometry = AttnGeometry::over(&kv, 32, DType::Bf16, Softmax::scaled(1.0));
+        why = Some(factory.supports(Device::Cpu, &geometry).err()?);
+    }
+    why
+}
+
 fn cpu_line(machine: &Machine) -> String {
     let name = if machine.cpu.is_empty() { "processor" } else { &machine.cpu };
     let others: Vec<&str> = Isa::supported().iter().map(|isa| isa.name()).collect();
@@ -86,8 +108,16 @@ fn cpu_line(machine: &Machine) -> String {
 
 fn as_json(machine: &Machine, driver: &Result<Driver, NoCuda>) -> Value {
     let backends = registry();
-    let compiled: Vec<Value> =
-        backends.iter().map(|f| json!({ "name": f.name(), "about": f.about() })).collect();
+    let compiled: Vec<Value> = backends
+        .iter()
+        .map(|f| {
+            json!({
+                "name": f.name(),
+                "about": f.about(),
+                "runs": serves_nothing(&**f).is_none(),
+            })
+        })
+        .collect();
     let absent: Vec<Value> =
         backends.not_compiled().map(|(name, feature)| json!({ "name": name, "feature": feature })).collect();
     let cuda = match driver {
