@@ -29,10 +29,20 @@ impl Run {
 }
 
 pub(crate) fn mstar<A: AsRef<OsStr>>(arguments: impl IntoIterator<Item = A>) -> Run {
+    mstar_with("NO_COLOR", "1", arguments)
+}
+
+/// The same with a variable in its environment.
+pub(crate) fn mstar_with<A: AsRef<OsStr>>(
+    variable: &str,
+    value: &str,
+    arguments: impl IntoIterator<Item = A>,
+) -> Run {
     let output = Command::new(env!("CARGO_BIN_EXE_mstar"))
         .arg("parity")
         .args(arguments)
         .env("NO_COLOR", "1")
+        .env(variable, value)
         .output()
         .expect("the program runs");
     let text = |bytes| String::from_utf8(bytes).expect("the program prints UTF-8");

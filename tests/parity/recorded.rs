@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::built::{Run, mstar};
+use crate::built::{Run, mstar, mstar_with};
 
 /// The folder of recorded cases, or none, said aloud.
 fn recorded() -> Option<PathBuf> {
@@ -43,5 +43,37 @@ fn every_recorded_case_of_every_op_passes_through_the_oracle() {
     ] {
         let folder = folder.join(op);
         passes_all(&mstar(["--backend", "reference", "--json", folder.to_str().unwrap()]), cases);
+    }
+}
+
+/// By default, `paged` and `cross` run on the fast kernels: on every instruction set that this machine has.
+#[cfg(feature = "paged")]
+#[test]
+fn every_recorded_paged_and_cross_case_passes_on_every_instruction_set() {
+    let Some(folder) = recorded() else { return };
+    let folders = ["paged", "cross"].map(|op| folder.join(op).to_str().unwrap().to_owned());
+    passes_all(&mstar(["--json", &folders[0], &folders[1]]), 45);
+    for isa in ["portable", "avx2", "avx512", "avx512bf16"] {
+        let run = mstar_with("MSTAR_ISA", isa, ["--json", &folders[0], &folders[1]]);
+        if run.code == 2 && run.stdout.is_empty() && run.stderr.contains("MSTAR_ISA") {
+            assert_ne!(isa, "portable", "{}", run.stderr);
+            eprintln!("SKIPPED {isa}: {}", run.stderr.trim());
+            continue;
+        }
+        passes_all(&run, 45);
+    }
+}
+
+#[test]
+fn operations_without_a_kernel_are_unsupported_and_never_passed() {
+    let Some(folder) = recorded() else { return };
+    let folder = folder.join("mla");
+    let run = mstar(["--json", folder.to_str().unwrap()]);
+    let verdicts: Vec<_> = run.cases().into_values().map(|case| case["verdict"].clone()).collect();
+    if verdicts.iter().any(|verdict| verdict == "unsupported") {
+        assert_eq!(run.code, 2);
+        assert!(run.stderr.contains("--backend reference"), "{}", run.stderr);
+    } else {
+        passes_all(&run, 14);
     }
 }

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use mstar_kernels::reference::paged::{Cache, Options, Paged};
 use mstar_kernels::{Element, reference};
 
-use super::{Case, NotRun, Op, Outputs, Params, indices};
+use super::{Case, Op, Outputs, Params, indices};
 use crate::parity::shapes::{Letters, Tensor, Want, tensor};
 
 pub(super) const TENSORS: &[Tensor] = &[
@@ -114,14 +114,13 @@ pub(super) fn reference<E: Element + reference::Real>(case: &Case) -> mstar_kern
     Ok(super::attended(case, &attended))
 }
 
-/// Runs the case through the wrapper level of the paged backend.
 #[cfg(feature = "paged")]
-pub(super) fn fast(_case: &Case) -> Result<Outputs, NotRun> {
-    Err(NotRun::Unsupported("the paged backend is not wired yet; --backend reference runs the oracle".into()))
-}
+mod fast;
+#[cfg(feature = "paged")]
+pub(super) use fast::fast;
 
 /// Refuses: the backend was not compiled in.
 #[cfg(not(feature = "paged"))]
-pub(super) fn fast(_case: &Case) -> Result<Outputs, NotRun> {
-    Err(NotRun::Unsupported(super::not_compiled(Op::Paged)))
+pub(super) fn fast(case: &Case) -> Result<Outputs, super::NotRun> {
+    Err(super::NotRun::Unsupported(super::not_compiled(case.op)))
 }
