@@ -7,6 +7,12 @@ use std::sync::Arc;
 /// The compiled backends, and the names of those left out.
 pub(crate) fn registry() -> Backends {
     let mut backends = Backends::new();
+    #[cfg(feature = "paged")]
+    backends
+        .register(Arc::new(mstar_attn_paged::PagedFactory))
+        .register(Arc::new(mstar_attn_paged::CrossFactory));
+    #[cfg(not(feature = "paged"))]
+    backends.absent("paged", "paged", &["flashinfer"]).absent("cross", "paged", &[]);
     #[cfg(feature = "mla")]
     backends.register(Arc::new(mstar_attn_mla::MlaFactory));
     #[cfg(not(feature = "mla"))]

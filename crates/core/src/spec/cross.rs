@@ -26,6 +26,15 @@ pub(super) fn check(spec: &Spec, root: &Node, faults: &Faults) {
         if let Some(why) = wrong_queries(spec, attention) {
             faults.push(place("query_from").error(why));
         }
+        if attention.backend == "cross" {
+            // What a decoder's page holds depends on the context too, which the prefix index does not see.
+            for (cache, _) in spec.caches().filter(|(_, kv)| kv.config.prefix_cache) {
+                let node = at(&["resources", cache.as_str(), "prefix_cache"]);
+                let why =
+                    format!("{name} attends a context, so equal prompts have unequal pages; write false");
+                faults.push(node.error(why));
+            }
+        }
         if let Some(why) = short_retention(spec, name.as_str(), attention) {
             let cache = attention.kv_cache.as_ref().map_or("", |cache| cache.as_str());
             faults.push(at(&["resources", cache, "retention"]).error(why));

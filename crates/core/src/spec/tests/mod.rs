@@ -436,6 +436,19 @@ fn retention_reaches_as_far_as_the_window() {
 }
 
 #[test]
+fn cross_attention_and_the_prefix_index_exclude_one_another() {
+    let text = GOOD
+        .replace("backend: paged", "backend: cross")
+        .replace("    retention: 256\n", "")
+        .replace("prefix_cache: false", "prefix_cache: true")
+        .replace("  max_batch: 4", "  context_len: 30\n  max_batch: 4");
+    assert_eq!(
+        load(&text).unwrap_err(),
+        "s.yaml:20:19: resources.kv.prefix_cache: attn attends a context, so equal prompts have unequal pages; write false"
+    );
+}
+
+#[test]
 fn a_workload_is_checked() {
     check(
         "prompt_len: { uniform: [16, 64] }",
