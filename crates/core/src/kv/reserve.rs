@@ -158,6 +158,10 @@ impl Ledger {
     /// What a step would need, were it admitted after those outstanding. Nothing changes.
     pub(super) fn page_need(&mut self, config: &KvConfig, step: &KvStep) -> Result<PageNeed> {
         self.check_step(step)?;
+        if let Some(stale) = (0..self.steps.len()).find(|&at| !self.stands(at)) {
+            let why = format!("step {} is stale; promote or roll it back first", self.steps[stale].serial);
+            return Err(Error::Order { call: "page_need", why });
+        }
         let named = step.segments.iter().map(|s| &s.request);
         for request in named.chain(step.pre_forks.iter().map(|f| &f.request)) {
             if !matches!(self.request(request)?.place, Place::Resident) {
@@ -188,6 +192,9 @@ impl Ledger {
             }
             Some(_) if self.steps.len() == MAX_OUTSTANDING => {
                 format!("{MAX_OUTSTANDING} steps are outstanding; commit or roll back one")
+            }
+            Some(last) if last.ahead => {
+                format!("step {} was planned ahead; promote it before planning on top of it", last.serial)
             }
             Some(running) if !ahead => {
                 format!("step {} is outstanding; commit it, or plan ahead", running.serial)
@@ -265,6 +272,7 @@ impl Ledger {
             }
         }
         self.fork_all(config, &step.pre_forks, r)?;
+        self.check_post_forks(step, r)?;
 
         let available = self.available();
         let mut needs = Vec::with_capacity(step.segments.len());
@@ -324,6 +332,19 @@ impl Ledger {
             r.work.insert(key, stream);
         }
         self.fork_all(config, &step.post_forks, r)
+    }
+
+    /// Refuses forks at commit of a stream that will not be there, before any page is taken or evicted.
+    fn check_post_forks(&self, step: &KvStep, r: &Reservation) -> Result<()> {
+        for (i, fork) in step.post_forks.iter().enumerate() {
+            let from = (fork.request.clone(), fork.from.clone());
+            let extended = step.segments.iter().any(|s| s.request == from.0 && s.label == from.1);
+            let forked = step.post_forks[..i].iter().any(|f| f.request == from.0 && f.to == from.1);
+            if !extended && !forked && self.working(r, &from).is_none() {
+                return Err(self.unknown_stream(&from));
+            }
+        }
+        Ok(())
     }
 
     /// Pages that a segment copies, and pages that it adds.

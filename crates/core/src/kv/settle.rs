@@ -75,6 +75,15 @@ impl Ledger {
         Ok(())
     }
 
+    /// Whether what the `at`-th outstanding step was built on is still what the ones before it will leave.
+    pub(super) fn stands(&self, at: usize) -> bool {
+        self.steps[at].bases.iter().all(|(key, base)| {
+            let before = self.steps.iter().take(at).rev().filter(|step| step.commit);
+            let now = before.filter_map(|step| step.work.get(key)).next().or_else(|| self.stored(key));
+            now.map(|stream| (stream.generation, stream.len)) == *base
+        })
+    }
+
     /// Whether a step planned ahead still stands: every stream that it built on has the generation and the length
     /// that it was planned for. Then its turn has come. A stale one is to be rolled back and admitted anew.
     pub(super) fn promote(&mut self, serial: StepSerial, slot: Slot) -> Result<Promotion> {
@@ -89,11 +98,7 @@ impl Ledger {
         if first != Some(serial) {
             return order("promote", format!("step {} still runs; commit it first", first.unwrap_or(serial)));
         }
-        let stands = r.bases.iter().all(|(key, base)| {
-            let now = self.stored(key).map(|stream| (stream.generation, stream.len));
-            now == *base
-        });
-        if !stands {
+        if !self.stands(0) {
             return Ok(Promotion::Stale);
         }
         self.steps.front_mut().expect("it is in front").ahead = false;

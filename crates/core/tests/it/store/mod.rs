@@ -3,7 +3,9 @@
 mod faults;
 mod forks;
 mod harness;
+mod model;
 mod offload;
 mod plain;
 mod prefix;
 mod preplan;
+mod threads;

@@ -179,7 +179,7 @@ fn retention_gives_back_whole_pages_and_keeps_every_position() {
         let plan = store.kv_plan(&PlanId { slot: Slot(0), label: Label::main(), serial }).unwrap();
         let first_kept = plan.rows[0].kv_offset + plan.rows[0].page_start;
         assert_eq!(first_kept, stored.saturating_sub(6));
-        assert!(plan.rows[0].page_start < 4 && plan.rows[0].kv_offset % 4 == 0);
+        assert!(plan.rows[0].page_start < 4 && plan.rows[0].kv_offset.is_multiple_of(4));
         write(&store, serial, Slot(0), &one);
         // Planned ahead, the window has moved already.
         let read = step(vec![segment("a", "main", &[])]);
