@@ -333,7 +333,7 @@ impl Model {
                 };
                 let (_, first_kept, tokens) = rows.iter().find(find).unwrap();
                 assert_eq!((row.kv_len, row.kv_offset + row.page_start), (tokens.len(), *first_kept));
-                assert!(row.page_start < s && row.kv_offset % s == 0);
+                assert!(row.page_start < s && row.kv_offset.is_multiple_of(s));
                 assert_eq!(plan.pages(r).len(), tokens.len().div_ceil(s) - row.kv_offset / s);
                 let (from, to) = (plan.qo_indptr[r] as usize, plan.qo_indptr[r + 1] as usize);
                 let positions: Vec<i32> =
@@ -408,7 +408,7 @@ impl Model {
                 }
                 let hit = self.store.ingest_report(&request(id)).unwrap()[0].1;
                 let s = self.store.config().page_size;
-                assert!(hit % s == 0 && hit < len.max(1), "{hit} tokens of {len}");
+                assert!(hit.is_multiple_of(s) && hit < len.max(1), "{hit} tokens of {len}");
                 assert!(self.store.config().prefix_cache || hit == 0);
                 let mut tokens = Tokens { all: prompt[..hit].to_vec(), first_kept: 0 };
                 tokens.retire(self.store.config());
