@@ -31,8 +31,8 @@ pub(crate) enum Event {
         /// In which kind of forward.
         #[serde(serialize_with = "walk_name")]
         walk: Walk,
-        /// Tokens, over all its streams.
-        tokens: usize,
+        /// Tokens that each stream of the step now holds.
+        streams: Vec<Stored>,
     },
     /// A whole page of a stream was put into the prefix index.
     Index {
@@ -94,6 +94,16 @@ pub(crate) enum Event {
         #[serde(serialize_with = "text")]
         request: RequestId,
     },
+}
+
+/// How much a stream holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Stored {
+    /// The stream.
+    #[serde(serialize_with = "label_text")]
+    pub(crate) label: Label,
+    /// Tokens from its beginning on.
+    pub(crate) tokens: usize,
 }
 
 impl Event {

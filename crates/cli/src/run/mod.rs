@@ -3,10 +3,15 @@
 #![allow(dead_code, reason = "the command that drives these rooms comes next")]
 
 mod content;
+mod digest;
 mod event;
+mod format;
+mod memory;
+mod replay;
 mod scheduler;
 mod script;
-pub(crate) mod workload;
+mod verify;
+mod workload;
 
 use crate::exit::Exit;
 

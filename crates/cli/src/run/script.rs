@@ -3,6 +3,9 @@
 //! A prompt is cut at multiples of `chunked_prefill` from its start, so a cut's shape depends on the request
 //! alone, never on its neighbours. After the prompt come output turns on every generating stream.
 
+use mstar_core::Label;
+use mstar_kernels::mutant;
+
 use super::content::{Source, StreamContent, chain, mix};
 use super::workload::{Generation, RequestPlan};
 
@@ -74,7 +77,15 @@ pub(crate) struct Turn {
     pub(crate) forks: bool,
 }
 
+/// The label of an encoder's context, in the cache that holds contexts.
+pub(crate) const CONTEXT: &str = "context";
+
 impl Turn {
+    /// The label of one of the turn's additions.
+    pub(crate) fn label(&self, plan: &RequestPlan, stream: usize) -> Label {
+        if self.walk == Walk::Encode { Label::new(CONTEXT) } else { plan.label(stream) }
+    }
+
     /// Query tokens of the turn.
     pub(crate) fn tokens(&self) -> usize {
         self.additions.iter().map(|addition| addition.span).sum()
@@ -107,7 +118,9 @@ impl Progress {
         let prompt_len = plan.prompt_len();
         let one = |walk, addition| Some(Turn { walk, additions: vec![addition], forks: false });
         if plan.context_len > 0 && !self.context {
-            let whole = Addition { stream: 0, start: 0, span: plan.context_len, written: Written::Kept };
+            let short = usize::from(mutant::planted("context-one-token-short"));
+            let span = plan.context_len - short;
+            let whole = Addition { stream: 0, start: 0, span, written: Written::Kept };
             return one(Walk::Encode, whole);
         }
         if self.prompt < prompt_len {

@@ -23,8 +23,8 @@ use std::collections::VecDeque;
 
 use mstar_core::{Outcome, Refusal, RefusalReason};
 
-use super::event::Event;
-use super::script::{Progress, Turn, Walk};
+use super::event::{Event, Stored};
+use super::script::{Addition, Progress, Turn, Walk};
 use super::workload::RequestPlan;
 
 /// One request's turn in a step; `request` is its index in the workload.
@@ -445,11 +445,14 @@ impl<'a> Scheduler<'a> {
     /// Moves the requests of a committed step on, and lets those that are done go.
     fn committed(&mut self, machine: &mut impl Machine, step: &[Work]) -> anyhow::Result<()> {
         for work in step.iter().filter(|work| work.turn.walk.commits()) {
+            let plan = &self.plans[work.request];
+            let stored =
+                |a: &Addition| Stored { label: work.turn.label(plan, a.stream), tokens: a.start + a.span };
             self.events.push(Event::Commit {
                 step: self.counts.steps,
-                request: self.plans[work.request].id.clone(),
+                request: plan.id.clone(),
                 walk: work.turn.walk,
-                tokens: work.turn.tokens(),
+                streams: work.turn.additions.iter().map(stored).collect(),
             });
         }
         self.active = self.advanced(step);
