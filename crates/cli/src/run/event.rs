@@ -76,6 +76,14 @@ pub(crate) enum Event {
         /// Pages that it took.
         pages: usize,
     },
+    /// A request was sent back to the queue, with nothing kept but what the prefix index has.
+    Restart {
+        /// When.
+        step: u64,
+        /// Who.
+        #[serde(serialize_with = "text")]
+        request: RequestId,
+    },
     /// A request was refused.
     Refuse {
         /// When.
@@ -115,6 +123,7 @@ impl Event {
         | Event::Evict { step, .. }
         | Event::Offload { step, .. }
         | Event::Reload { step, .. }
+        | Event::Restart { step, .. }
         | Event::Refuse { step, .. }
         | Event::Finish { step, .. }) = &mut self;
         *step = now;

@@ -78,7 +78,7 @@ pub(crate) fn replay(plans: &[RequestPlan], events: &[Event], page_size: usize) 
                     index.remove(key);
                 }
             }
-            Event::Finish { request, .. } => {
+            Event::Finish { request, .. } | Event::Restart { request, .. } => {
                 contents.remove(request.as_str());
             }
             Event::Offload { .. } | Event::Reload { .. } | Event::Refuse { .. } => {}

@@ -1,14 +1,14 @@
 //! Continuous batching: which requests take part in the next step, and who makes room when pages run out.
 //!
-//! The scheduler decides over a virtual clock and the answers of a [`Machine`], never over measured time, so a run
+//! The scheduler decides over a virtual clock and the answers of a [`Runtime`], never over measured time, so a run
 //! is the same run on any machine. Its rules:
 //!
 //! - Requests enter in order of arrival while fewer than `max_batch` are active and none waits on the host.
 //! - A step takes the next turn of every resident request whose turn is of the same class as the oldest one's
-//!   (commits, or keeps nothing). Prefill cuts share `chunked_prefill` tokens a step; at least one always runs,
+//!   (commits, or keeps nothing; encoders by themselves). Prefill cuts and encoder contexts share `chunked_prefill` tokens a step; at least one always runs,
 //!   and a cut is admitted whole or not at all.
 //! - When pages run out, the latest prefill cuts are put off first; then the latest resident request is offloaded
-//!   whole, and so on until the step fits. A request that does not fit alone is refused with the pages it lacks.
+//!   whole, and so on until the step fits (where the host has no room, it begins anew instead). A request that does not fit alone is refused with the pages it lacks.
 //! - Offloaded requests come back oldest first, once there is room for them and for everybody's next turn.
 //!
 //! **Progress.** The oldest request with work is in every step and is never a victim, so each step shortens it:
@@ -37,7 +37,7 @@ pub(crate) struct Work {
 }
 
 /// What the scheduler drives: the engine with its caches, or a simulation of one.
-pub(crate) trait Machine {
+pub(crate) trait Runtime {
     /// Why `plan` could never run to its end, whatever else is resident; `None` when it might.
     fn impossible(&self, plan: &RequestPlan) -> Option<Refusal>;
 
@@ -59,8 +59,8 @@ pub(crate) trait Machine {
     /// Runs the admitted step and commits it.
     fn run(&mut self, step: &[Work]) -> anyhow::Result<()>;
 
-    /// Moves a request's pages to the host, whole; the pages that came free.
-    fn offload(&mut self, request: usize) -> anyhow::Result<usize>;
+    /// Moves a request's pages to the host, whole; how many, or `None` where the host has no room for them.
+    fn offload(&mut self, request: usize) -> anyhow::Result<Option<usize>>;
 
     /// Brings a request back if `spare` pages stay available beside its own; the pages it took, or `None`.
     fn reload(&mut self, request: usize, spare: usize) -> anyhow::Result<Option<usize>>;
@@ -125,6 +125,8 @@ pub(crate) struct Counts {
     pub(crate) offloads: usize,
     /// Reloads.
     pub(crate) reloads: usize,
+    /// Requests begun anew, since neither the cache nor the host had room for what they held.
+    pub(crate) restarts: usize,
     /// Prefill cuts put off since pages were short.
     pub(crate) put_off: usize,
     /// Prompt tokens found in the prefix index.
@@ -181,9 +183,9 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Runs one step, or finds that nothing is left.
-    pub(crate) fn tick(&mut self, machine: &mut impl Machine) -> anyhow::Result<Tick> {
-        // Each round offloads, refuses or jumps to an arrival at least once; see the module's doc.
-        for _ in 0..=4 * self.plans.len() + 4 {
+    pub(crate) fn tick(&mut self, machine: &mut impl Runtime) -> anyhow::Result<Tick> {
+        // Each round offloads, refuses, restarts or jumps to an arrival at least once; see the module's doc.
+        for _ in 0..=8 * self.plans.len() + 8 {
             self.fill(machine)?;
             if self.active.is_empty() {
                 let Some(&next) = self.pending.front() else { return Ok(Tick::Done) };
@@ -206,7 +208,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Brings offloaded requests back and takes new ones in.
-    fn fill(&mut self, machine: &mut impl Machine) -> anyhow::Result<()> {
+    fn fill(&mut self, machine: &mut impl Runtime) -> anyhow::Result<()> {
         if !self.waiting() {
             return Ok(());
         }
@@ -248,7 +250,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Reloads offloaded requests, oldest first, while there is room.
-    fn bring_back(&mut self, machine: &mut impl Machine) -> anyhow::Result<()> {
+    fn bring_back(&mut self, machine: &mut impl Runtime) -> anyhow::Result<()> {
         while let Some(at) = self.active.iter().position(|active| active.offloaded) {
             let alone = self.active.iter().all(|active| active.offloaded);
             // Room for the next turn of everybody who would then be resident; alone, a request is always brought back.
@@ -285,7 +287,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// An admitted step, the one planned ahead if it stands; `None` when a refusal left nothing to run.
-    fn admitted(&mut self, machine: &mut impl Machine) -> anyhow::Result<Option<Vec<Work>>> {
+    fn admitted(&mut self, machine: &mut impl Runtime) -> anyhow::Result<Option<Vec<Work>>> {
         if let Some(step) = self.ahead.take() {
             if machine.promote()? {
                 self.drain(machine);
@@ -311,19 +313,19 @@ impl<'a> Scheduler<'a> {
     /// The next turn of every resident request whose turn is of the oldest one's class.
     fn compose(&self) -> Vec<Work> {
         let mut step: Vec<Work> = Vec::new();
-        let mut prefill_tokens = 0usize;
+        let mut whole_tokens = 0usize;
         for active in self.active.iter().filter(|active| !active.offloaded) {
             let plan = &self.plans[active.request];
             let Some(turn) = active.progress.next(plan, self.limits.chunked_prefill) else { continue };
             if step.first().is_some_and(|first| class(first.turn.walk) != class(turn.walk)) {
                 continue;
             }
-            if turn.walk == Walk::Prefill {
-                let with = prefill_tokens.saturating_add(turn.tokens());
-                if prefill_tokens > 0 && with > self.limits.chunked_prefill {
+            if matches!(turn.walk, Walk::Prefill | Walk::Encode) {
+                let with = whole_tokens.saturating_add(turn.tokens());
+                if whole_tokens > 0 && with > self.limits.chunked_prefill {
                     continue;
                 }
-                prefill_tokens = with;
+                whole_tokens = with;
             }
             step.push(Work { request: active.request, turn });
         }
@@ -334,7 +336,7 @@ impl<'a> Scheduler<'a> {
     /// request loses its pages.
     fn make_room(
         &mut self,
-        machine: &mut impl Machine,
+        machine: &mut impl Runtime,
         step: &mut Vec<Work>,
         refusal: Refusal,
     ) -> anyhow::Result<()> {
@@ -365,16 +367,23 @@ impl<'a> Scheduler<'a> {
             .rposition(|a| !a.offloaded && a.request != keep && machine.held_pages(a.request) > 0);
         if let Some(at) = victim {
             let request = self.active[at].request;
-            let pages = machine.offload(request)?;
+            let offloaded = machine.offload(request)?;
             self.drain(machine);
             step.retain(|work| work.request != request);
-            self.active[at].offloaded = true;
-            self.counts.offloads += 1;
-            self.events.push(Event::Offload {
-                step: self.counts.steps,
-                request: self.plans[request].id.clone(),
-                pages,
-            });
+            let (now, id) = (self.counts.steps, self.plans[request].id.clone());
+            if let Some(pages) = offloaded {
+                self.active[at].offloaded = true;
+                self.counts.offloads += 1;
+                self.events.push(Event::Offload { step: now, request: id, pages });
+            } else {
+                // It enters anew, before everybody who has yet to enter: as the latest it was the last to.
+                machine.remove(request, false)?;
+                self.drain(machine);
+                self.active.remove(at);
+                self.pending.push_front(request);
+                self.counts.restarts += 1;
+                self.events.push(Event::Restart { step: now, request: id });
+            }
             return Ok(());
         }
         if step.len() > 1 {
@@ -389,7 +398,7 @@ impl<'a> Scheduler<'a> {
     /// Removes an active request that cannot go on.
     fn drop_refused(
         &mut self,
-        machine: &mut impl Machine,
+        machine: &mut impl Runtime,
         request: usize,
         refusal: Refusal,
     ) -> anyhow::Result<()> {
@@ -407,7 +416,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Plans the step after `step` while `step` runs, where nobody waits to enter it.
-    fn plan_ahead(&mut self, machine: &mut impl Machine, step: &[Work]) -> anyhow::Result<()> {
+    fn plan_ahead(&mut self, machine: &mut impl Runtime, step: &[Work]) -> anyhow::Result<()> {
         if !self.limits.preplan || self.any_offloaded() {
             return Ok(());
         }
@@ -422,7 +431,7 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
-    fn give_up_ahead(&mut self, machine: &mut impl Machine) -> anyhow::Result<()> {
+    fn give_up_ahead(&mut self, machine: &mut impl Runtime) -> anyhow::Result<()> {
         if self.ahead.take().is_some() {
             self.counts.replanned += 1;
             machine.clear_preplan()?;
@@ -443,7 +452,7 @@ impl<'a> Scheduler<'a> {
     }
 
     /// Moves the requests of a committed step on, and lets those that are done go.
-    fn committed(&mut self, machine: &mut impl Machine, step: &[Work]) -> anyhow::Result<()> {
+    fn committed(&mut self, machine: &mut impl Runtime, step: &[Work]) -> anyhow::Result<()> {
         for work in step.iter().filter(|work| work.turn.walk.commits()) {
             let plan = &self.plans[work.request];
             let stored =
@@ -475,7 +484,7 @@ impl<'a> Scheduler<'a> {
         Ok(())
     }
 
-    fn drain(&mut self, machine: &mut impl Machine) {
+    fn drain(&mut self, machine: &mut impl Runtime) {
         let step = self.counts.steps;
         self.events.extend(machine.drain_events().into_iter().map(|event| event.at(step)));
     }

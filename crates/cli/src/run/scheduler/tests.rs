@@ -13,6 +13,7 @@ struct Simulated<'a> {
     plans: &'a [RequestPlan],
     pages: usize,
     page_size: usize,
+    host_pages: usize,
     /// Tokens of each stream of each resident request.
     held: BTreeMap<usize, Vec<usize>>,
     host: BTreeMap<usize, Vec<usize>>,
@@ -30,6 +31,7 @@ impl<'a> Simulated<'a> {
             plans,
             pages,
             page_size,
+            host_pages: usize::MAX,
             held: BTreeMap::new(),
             host: BTreeMap::new(),
             admitted: None,
@@ -75,7 +77,7 @@ impl<'a> Simulated<'a> {
     }
 }
 
-impl Machine for Simulated<'_> {
+impl Runtime for Simulated<'_> {
     fn impossible(&self, _plan: &RequestPlan) -> Option<Refusal> {
         None
     }
@@ -83,6 +85,7 @@ impl Machine for Simulated<'_> {
     fn ingest(&mut self, request: usize) -> anyhow::Result<usize> {
         assert!(self.ahead.is_none(), "nobody enters while a plan made ahead is outstanding");
         self.held.insert(request, vec![0; 1 + self.plans[request].forks.len()]);
+        self.ran.remove(&request);
         Ok(0)
     }
 
@@ -131,12 +134,15 @@ impl Machine for Simulated<'_> {
         Ok(())
     }
 
-    fn offload(&mut self, request: usize) -> anyhow::Result<usize> {
+    fn offload(&mut self, request: usize) -> anyhow::Result<Option<usize>> {
         assert!(self.ahead.is_none() && self.admitted.is_none(), "no step may hold the pages");
+        let pages = self.held_pages(request);
+        if Self::used(&self.host, self.page_size) + pages > self.host_pages {
+            return Ok(None);
+        }
         let streams = self.held.remove(&request).expect("a resident request");
-        let pages = streams.iter().map(|len| len.div_ceil(self.page_size)).sum();
         self.host.insert(request, streams);
-        Ok(pages)
+        Ok(Some(pages))
     }
 
     fn reload(&mut self, request: usize, spare: usize) -> anyhow::Result<Option<usize>> {
@@ -264,6 +270,18 @@ fn when_pages_run_out_the_latest_request_goes_and_comes_back() {
     let counts = scheduler.counts();
     assert_eq!((counts.finished, counts.refused), (3, 0));
     assert!(counts.offloads > 0 && counts.offloads == counts.reloads, "{counts:?}");
+}
+
+#[test]
+fn where_the_host_is_full_the_latest_request_begins_anew() {
+    let plans = [plan(0, 0.0, 8, 9), plan(1, 0.0, 8, 9), plan(2, 0.0, 8, 9), plan(3, 0.0, 8, 9)];
+    let mut machine = Simulated { host_pages: 3, ..Simulated::new(&plans, 8, 4) };
+    let mut scheduler = Scheduler::new(&plans, limits(8, 64));
+    drive(&mut scheduler, &mut machine);
+    let counts = scheduler.counts();
+    assert!(counts.restarts > 0, "{counts:?}");
+    assert_eq!((counts.finished, counts.refused), (4, 0));
+    assert_eq!(machine.ran.values().copied().collect::<Vec<_>>(), [16; 4], "every run to the end is whole");
 }
 
 #[test]
