@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "the command that drives these rooms comes next")]
 
 mod content;
+mod declare;
 mod digest;
 mod event;
 mod format;

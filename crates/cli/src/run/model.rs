@@ -1,0 +1,212 @@
+//! From a checked spec to an engine: caches, attention resources, buckets, and the part each plays.
+
+use std::sync::Arc;
+
+use anyhow::{Context, bail};
+use mstar_core::attend::{AttnGeometry, BackendOptions, BuildContext};
+use mstar_core::graph::Buckets;
+use mstar_core::kv::{KvConfig, KvLayout, PagedKv, PagedKvCache};
+use mstar_core::resource::EngineOptions;
+use mstar_core::spec::{ResourceKind, Spec};
+use mstar_core::{Attention, Engine, Resource, ResourceName};
+use mstar_kernels::{DType, Device};
+
+use super::declare::Parts;
+use super::phases::Phases;
+use super::script::Walk;
+use super::verify::Shape;
+
+/// One attention resource of the spec, resolved to a backend whose options are read.
+pub(crate) struct Served<'a> {
+    /// The resource.
+    pub(crate) name: &'a ResourceName,
+    /// The chosen backend's name.
+    pub(crate) backend: &'a str,
+    /// What it attends.
+    pub(crate) geometry: &'a AttnGeometry,
+    /// Its options.
+    pub(crate) options: &'a dyn BackendOptions,
+}
+
+/// An attention resource of a running model.
+pub(crate) struct Room {
+    /// Its name.
+    pub(crate) name: ResourceName,
+    /// The resource.
+    pub(crate) attention: Arc<dyn Attention>,
+    /// Its mathematics, for the oracle.
+    pub(crate) shape: Shape,
+    /// Its place among the model's attention resources.
+    pub(crate) index: usize,
+    /// The backend that serves it.
+    pub(crate) backend: String,
+}
+
+/// A model's attention state and work.
+pub(crate) struct Model {
+    /// Everything in order.
+    pub(crate) engine: Engine,
+    /// The cache of the requests' own streams.
+    pub(crate) kv: Arc<PagedKvCache>,
+    /// The cache of encoders' contexts.
+    pub(crate) context: Option<Arc<PagedKvCache>>,
+    /// Attention over `kv`.
+    pub(crate) own: Vec<Room>,
+    /// Attention over `context`.
+    pub(crate) cross: Vec<Room>,
+    /// Who plays which part in a step.
+    pub(crate) parts: Parts,
+    /// Shapes that decode steps are padded to.
+    pub(crate) buckets: Buckets,
+    /// `L`.
+    pub(crate) layers: usize,
+    /// Element type of queries and outputs.
+    pub(crate) dtype: DType,
+    /// Pages' worth of host memory for offloaded requests.
+    pub(crate) host_pages: usize,
+}
+
+impl Model {
+    /// Builds what the spec names, and nothing else.
+    pub(crate) fn build(
+        spec: &Spec,
+        device: Device,
+        served: &[Served<'_>],
+        phases: &Arc<Phases>,
+    ) -> anyhow::Result<Model> {
+        let preplan = spec.workload.as_ref().is_some_and(|workload| workload.preplan);
+        let slots = spec.graph.as_ref().map_or(1, |graph| graph.slots).max(if preplan { 2 } else { 1 });
+        let mut caches: Vec<(ResourceName, Arc<PagedKvCache>)> = Vec::new();
+        let mut resources: Vec<Arc<dyn Resource>> = Vec::new();
+        let (mut own, mut cross) = (Vec::new(), Vec::new());
+        let (mut main, mut context): (Option<ResourceName>, Option<ResourceName>) = (None, None);
+        let mut host_pages = 0usize;
+        for resource in &spec.resources {
+            match &resource.kind {
+                ResourceKind::Kv(kv) => {
+                    let made = PagedKvCache::new(resource.name.clone(), kv.config.clone())
+                        .with_context(|| format!("resources.{}", resource.name))?;
+                    let cache = Arc::new(made);
+                    host_pages += kv.host_pages;
+                    resources.push(cache.clone());
+                    caches.push((resource.name.clone(), cache));
+                }
+                ResourceKind::Attention(attention) => {
+                    let served = served
+                        .iter()
+                        .find(|served| *served.name == resource.name)
+                        .with_context(|| format!("no backend was chosen for resources.{}", resource.name))?;
+                    let find = |name: &Option<ResourceName>| -> Option<Arc<dyn PagedKv>> {
+                        let cache = caches.iter().find(|(other, _)| Some(other) == name.as_ref())?;
+                        Some(cache.1.clone())
+                    };
+                    let built = served.options.build(&BuildContext {
+                        name: resource.name.clone(),
+                        geometry: served.geometry.clone(),
+                        device,
+                        kv_cache: find(&attention.kv_cache),
+                        query_from: find(&attention.query_from),
+                        slots,
+                        schedule: spec.schedule,
+                        fallback: spec.fallback,
+                    });
+                    let built = built.with_context(|| format!("resources.{}", resource.name))?;
+                    resources.push(built.clone());
+                    let is_cross = attention.query_from.is_some();
+                    let part = if is_cross { &mut context } else { &mut main };
+                    claim(part, attention.kv_cache.as_ref(), &resource.name)?;
+                    let room = Room {
+                        name: resource.name.clone(),
+                        attention: built,
+                        shape: shape(served.geometry, !is_cross)?,
+                        index: own.len() + cross.len(),
+                        backend: served.backend.to_owned(),
+                    };
+                    if is_cross { cross.push(room) } else { own.push(room) }
+                }
+                other => bail!("resources.{}: kind {} cannot be run yet", resource.name, other.name()),
+            }
+        }
+        let Some(main) = main else {
+            bail!("resources: no attention over a cache of its own; add one of kind attention without query_from")
+        };
+        let cache = |name: &ResourceName| caches.iter().find(|(other, _)| other == name).map(|(_, c)| c.clone());
+        let kv = cache(&main).with_context(|| format!("resources.{main} is no cache"))?;
+        kv.store().record_events(true);
+        let buckets = match &spec.graph {
+            Some(graph) => Buckets::decode(Walk::Decode.name(), &graph.buckets),
+            None => Buckets::default(),
+        };
+        let options = EngineOptions {
+            slots,
+            preplan,
+            observer: Some(phases.clone()),
+            ..EngineOptions::default()
+        };
+        let engine = Engine::with_options(resources, options)?;
+        engine.build_accelerator_graph_buffers(buckets.iter())?;
+        let parts = Parts {
+            kv: main,
+            own: own.iter().map(|room: &Room| room.name.clone()).collect(),
+            context: context.clone(),
+        };
+        Ok(Model {
+            engine,
+            kv,
+            context: context.as_ref().and_then(cache),
+            own,
+            cross,
+            parts,
+            buckets,
+            layers: spec.model.layers,
+            dtype: spec.dtype,
+            host_pages,
+        })
+    }
+
+    /// Geometry of the requests' own cache.
+    pub(crate) fn config(&self) -> &KvConfig {
+        self.kv.store().config()
+    }
+
+    /// All attention resources, in the order of their indices.
+    pub(crate) fn rooms(&self) -> impl Iterator<Item = &Room> {
+        self.own.iter().chain(&self.cross)
+    }
+}
+
+/// Notes that `part` of the model lives in `cache`, which everybody of that part must agree on.
+fn claim(
+    part: &mut Option<ResourceName>,
+    cache: Option<&ResourceName>,
+    attention: &ResourceName,
+) -> anyhow::Result<()> {
+    let Some(cache) = cache else { bail!("resources.{attention}: kv_cache is missing; run needs pages to attend") };
+    match part {
+        Some(other) if other != cache => {
+            bail!("resources.{attention}: attends {cache}, others of its kind attend {other}; run drives one of each")
+        }
+        _ => *part = Some(cache.clone()),
+    }
+    Ok(())
+}
+
+/// The mathematics of a geometry, for the oracle.
+fn shape(geometry: &AttnGeometry, causal: bool) -> anyhow::Result<Shape> {
+    let KvLayout::Nhd { num_kv_heads, head_dim } = geometry.layout else {
+        bail!("a cache of latents cannot be run yet; use layout: nhd");
+    };
+    let softmax = &geometry.softmax;
+    Ok(Shape {
+        num_qo_heads: geometry.num_qo_heads,
+        num_kv_heads,
+        head_dim_qk: head_dim,
+        head_dim_vo: head_dim,
+        sm_scale: f64::from(softmax.sm_scale),
+        causal,
+        window_left: softmax.window_left.map_or(-1, |window| window as i64),
+        logits_soft_cap: softmax.logits_soft_cap.map_or(0.0, f64::from),
+        sinks: softmax.sinks.as_ref().map(|sinks| sinks.to_vec()),
+        alibi_slopes: softmax.alibi_slopes.as_ref().map(|slopes| slopes.to_vec()),
+    })
+}
