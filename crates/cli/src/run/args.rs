@@ -2,20 +2,16 @@
 
 use std::path::PathBuf;
 
+use crate::explain::SpecArguments;
+
 /// Runs the workload of a spec and reports what its attention cost.
 ///
 /// Exit codes: 0 when the run ended and every check passed; 1 when a verified row was wrong or the prefix index
 /// disagreed with its own log; 2 when the spec, the trace or an argument was refused.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// The spec, a YAML file; specs/quickstart.yaml is one to begin with
-    pub(crate) spec: PathBuf,
-    /// Replace one value of the spec, such as workload.max_batch=8; may be repeated
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    pub(crate) sets: Vec<String>,
-    /// Where to run: auto, cpu, cuda or cuda:N
-    #[arg(long, value_name = "D")]
-    pub(crate) device: Option<String>,
+    #[command(flatten)]
+    pub(crate) spec: SpecArguments,
     /// Recompute this share of every step's rows in f64 (0 to 1)
     #[arg(long, value_name = "RATE", default_value_t = 0.0)]
     pub(crate) verify: f64,

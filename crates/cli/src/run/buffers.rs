@@ -1,7 +1,8 @@
 //! One forward's queries, keys, values and outputs, in memory that every layer and step reuses.
 
 use mstar_core::kv::KvLayout;
-use mstar_core::spec::{Spec, WorkloadKind};
+use mstar_core::spec::Spec;
+use mstar_core::spec::workload::WorkloadKind;
 use mstar_kernels::synth::{self, Exact, Kind};
 use mstar_kernels::{Buffer, DType, TensorMut, TensorRef};
 use rayon::prelude::*;
@@ -140,7 +141,8 @@ impl Buffers {
     pub(crate) fn views(
         &mut self,
         tokens: usize,
-    ) -> mstar_kernels::Result<(TensorRef<'_>, TensorRef<'_>, TensorRef<'_>, TensorMut<'_>, TensorMut<'_>)> {
+    ) -> mstar_kernels::Result<(TensorRef<'_>, TensorRef<'_>, TensorRef<'_>, TensorMut<'_>, TensorMut<'_>)>
+    {
         let Widths { num_qo_heads, num_kv_heads, head_dim, dtype, .. } = self.widths;
         let (q, k) = ([tokens, num_qo_heads, head_dim], [tokens, num_kv_heads, head_dim]);
         Ok((
@@ -219,7 +221,8 @@ mod tests {
 
     #[test]
     fn generated_arrays_are_what_the_oracle_reads() {
-        let widths = Widths { tokens: 100, num_qo_heads: 4, num_kv_heads: 2, head_dim: 16, dtype: DType::Bf16 };
+        let widths =
+            Widths { tokens: 100, num_qo_heads: 4, num_kv_heads: 2, head_dim: 16, dtype: DType::Bf16 };
         let mut buffers = Buffers::new(widths).unwrap();
         let keys: Vec<u64> = (0..70).map(|t| synth::chain(synth::ROOT, t)).collect();
         for which in [Fresh::Query, Fresh::Key, Fresh::Value] {

@@ -114,11 +114,6 @@ impl StreamContent {
         self.keys.push(chain(self.keys.last().copied(), token));
         self.tokens.push(token);
     }
-
-    /// Tokens held.
-    pub(crate) fn len(&self) -> usize {
-        self.tokens.len()
-    }
 }
 
 /// The key of a token whose predecessor has the key `parent`; `None` begins a stream.

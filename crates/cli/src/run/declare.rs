@@ -70,8 +70,10 @@ pub(crate) fn step<'a>(
     if !masks.is_empty() {
         for name in &parts.own {
             let masks = masks.clone();
-            resources
-                .insert(name.clone(), Declaration::Attention(AttentionStep { masks, ..AttentionStep::default() }));
+            resources.insert(
+                name.clone(),
+                Declaration::Attention(AttentionStep { masks, ..AttentionStep::default() }),
+            );
         }
     }
     Step { walk: walk(works).to_owned(), resources }
@@ -144,7 +146,10 @@ mod tests {
         assert_eq!(step.walk, "mixed");
         let kv = step.kv(&ResourceName::new("kv")).unwrap();
         assert!(kv.commit && kv.post_forks.is_empty() && kv.combined.is_empty());
-        assert_eq!(kv.segments.iter().map(|s| (s.span, s.tokens.len())).collect::<Vec<_>>(), [(1, 1), (4, 4)]);
+        assert_eq!(
+            kv.segments.iter().map(|s| (s.span, s.tokens.len())).collect::<Vec<_>>(),
+            [(1, 1), (4, 4)]
+        );
         assert_eq!(kv.segments[1].tokens[2], Source::Prompt(1).token(2));
     }
 

@@ -1,13 +1,18 @@
 //! Numbers as the table prints them: three significant digits and a unit.
 
+const UNITS: [&str; 6] = ["", " k", " M", " G", " T", " P"];
+
 /// `value` with a decimal prefix: `12.3 G`, `999`, `4.56 k`.
 pub(crate) fn si(value: f64) -> String {
-    scaled(value, 1000.0, &["", " k", " M", " G", " T", " P"])
-}
-
-/// Bytes with a binary prefix: `1.50 GiB`.
-pub(crate) fn bytes(value: usize) -> String {
-    scaled(value as f64, 1024.0, &[" B", " KiB", " MiB", " GiB", " TiB", " PiB"])
+    let mut value = value;
+    let mut unit = 0;
+    // 999.5 would print as 1000, which is the next unit's.
+    while value >= 999.5 && unit + 1 < UNITS.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    let number = if unit == 0 && value.fract() == 0.0 { format!("{value}") } else { digits(value) };
+    format!("{number}{}", UNITS[unit])
 }
 
 /// Seconds with a prefix: `1.23 ms`.
@@ -20,22 +25,10 @@ pub(crate) fn seconds(value: f64) -> String {
     }
 }
 
-fn scaled(value: f64, base: f64, units: &[&str]) -> String {
-    let mut value = value;
-    let mut unit = 0;
-    // 999.5 would print as 1000, which is the next unit's.
-    while value >= base - 0.5 && unit + 1 < units.len() {
-        value /= base;
-        unit += 1;
-    }
-    let number = if unit == 0 && value.fract() == 0.0 { format!("{value}") } else { digits(value) };
-    format!("{number}{}", units[unit])
-}
-
 /// Three significant digits.
 fn digits(value: f64) -> String {
     match value {
-        v if v == 0.0 => "0".into(),
+        0.0 => "0".into(),
         v if v >= 99.95 => format!("{v:.0}"),
         v if v >= 9.995 => format!("{v:.1}"),
         v => format!("{v:.2}"),
@@ -50,7 +43,6 @@ mod tests {
     fn three_digits_and_a_unit() {
         assert_eq!([si(0.0), si(999.0), si(12_345.0), si(9.99e8)], ["0", "999", "12.3 k", "999 M"]);
         assert_eq!(si(999_999.0), "1.00 M");
-        assert_eq!([bytes(1), bytes(1536), bytes(3 << 30)], ["1 B", "1.50 KiB", "3.00 GiB"]);
         assert_eq!(
             [seconds(0.0), seconds(12.34), seconds(1.5e-3), seconds(2e-7)],
             ["0 s", "12.3 s", "1.50 ms", "200 ns"]

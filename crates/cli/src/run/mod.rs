@@ -1,28 +1,299 @@
-//! `mstar run`.
+//! `mstar run`: a spec's workload through its attention resources, and what that cost.
+//!
+//! | room | what is in it |
+//! | --- | --- |
+//! | [`workload`] | requests: drawn, or read from a trace |
+//! | [`content`], [`script`] | what each token is; what a request does next |
+//! | [`scheduler`], [`event`] | continuous batching over a virtual clock; what happened |
+//! | [`model`], [`declare`], [`runtime`] | the engine of a spec; steps for it; the scheduler's hands |
+//! | [`buffers`], [`forward`] | synthetic Q, K, V; one forward, layer after layer |
+//! | [`verify`], [`digest`], [`replay`] | rows against the oracle; outputs as a hash; hits against the log |
+//! | [`phases`], [`memory`], [`limit`], [`report`], [`files`], [`plot`] | costs, and how they are told |
 
-#![allow(dead_code, reason = "the command that drives these rooms comes next")]
-
+mod args;
+pub(crate) mod buffers;
 mod content;
 mod declare;
 mod digest;
 mod event;
+mod files;
 mod format;
+mod forward;
 mod limit;
 mod memory;
+mod model;
 mod phases;
+mod plot;
 mod replay;
+mod report;
+mod runtime;
 mod scheduler;
 mod script;
 mod verify;
-mod workload;
+pub(crate) mod workload;
 
+#[cfg(test)]
+mod tests;
+
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+pub(crate) use self::args::Arguments;
+
+use self::buffers::{Buffers, Widths};
+use self::event::Event;
+use self::files::{Files, StepLine};
+use self::memory::Memory;
+use self::model::Model;
+use self::phases::Phases;
+use self::report::Report;
+use self::runtime::Live;
+use self::scheduler::{Counts, Limits, Scheduler, Tick};
 use crate::exit::Exit;
-
-/// Arguments of `mstar run`.
-#[derive(Debug, clap::Args)]
-pub(crate) struct Arguments {}
+use crate::explain::{Prepared, prepare};
+use crate::text::{bytes, print};
 
 /// Runs the subcommand.
-pub(crate) fn command(_args: Arguments) -> anyhow::Result<Exit> {
-    anyhow::bail!("mstar run is not built yet")
+pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
+    if !(0.0..=1.0).contains(&args.verify) {
+        bail!("--verify: {} is no share of rows; give a number from 0 to 1", args.verify);
+    }
+    if args.threads == Some(0) {
+        bail!("--threads: at least 1");
+    }
+    let mut pool = rayon::ThreadPoolBuilder::new();
+    if let Some(threads) = args.threads {
+        pool = pool.num_threads(threads);
+    }
+    let pool = pool.build().context("cannot start the worker threads")?;
+    pool.install(|| run(&args))
+}
+
+fn run(args: &Arguments) -> anyhow::Result<Exit> {
+    let prepared = prepare(&args.spec)?;
+    prepared.refuse()?;
+    // Opened before the work, so that a path that cannot be written is not found out after it.
+    let mut files = Files::open(args)?;
+    if !args.quiet {
+        if let Some(note) = &prepared.note {
+            eprintln!("mstar: {note}");
+        }
+        let estimate = &prepared.estimate;
+        eprintln!(
+            "mstar: memory: {} from the start, {} at most",
+            foreseen(estimate.total()),
+            foreseen(estimate.most())
+        );
+    }
+    let report = drive(args, &prepared, &mut files)?;
+    files.finish(&report)?;
+    if !args.quiet {
+        print(&report.table())?;
+    }
+    if report.passed() {
+        return Ok(Exit::Success);
+    }
+    let failure = report.verify.first_failure.as_deref().unwrap_or("the prefix index disagrees with its log");
+    eprintln!("mstar: a check failed: {failure}");
+    Ok(Exit::CheckFailed)
+}
+
+fn foreseen(total: u128) -> String {
+    bytes(total)
+}
+
+/// Builds the model, runs the workload and reports.
+fn drive(args: &Arguments, prepared: &Prepared, files: &mut Files) -> anyhow::Result<Report> {
+    let spec = &prepared.spec;
+    let workload = spec.workload.as_ref().context("the spec has no workload")?;
+    let read_limit = limit::read_bandwidth();
+    let phases = Arc::new(Phases::default());
+    let model = Model::build(spec, prepared.device, &prepared.attentions, &phases)?;
+    let widths = Widths::of(spec).context("run needs a cache of heads (layout: nhd)")?;
+    let mut live =
+        Live::new(&model, &prepared.requests, Buffers::new(widths)?, spec.seed, args.verify, phases.clone());
+    let limits = Limits {
+        max_batch: workload.max_batch,
+        chunked_prefill: workload.chunked_prefill,
+        step_ms: workload.step_ms,
+        preplan: workload.preplan,
+    };
+    let mut scheduler = Scheduler::new(&prepared.requests, limits);
+    let most_steps = [args.steps, workload.max_steps].into_iter().flatten().min().unwrap_or(u64::MAX);
+    let bar = progress(args.quiet, prepared.requests.len());
+    let started = Instant::now();
+    let mut computed = 0u64;
+    let mut ended = false;
+    while !ended && scheduler.counts().steps < most_steps {
+        let (before, clock) = (StepLine::phases(&phases), Instant::now());
+        match scheduler.tick(&mut live)? {
+            Tick::Done => ended = true,
+            Tick::Ran(_) => {
+                let cost = live.last();
+                computed += cost.tokens as u64;
+                let line = StepLine::new(&scheduler, cost, clock.elapsed(), before, &phases);
+                files.step(&line)?;
+                bar.set_position((scheduler.counts().finished + scheduler.counts().refused) as u64);
+                bar.set_message(format!("step {}, {} active", scheduler.counts().steps, scheduler.active()));
+            }
+        }
+    }
+    bar.finish_and_clear();
+    let elapsed_s = started.elapsed().as_secs_f64();
+    let stopped_early = !ended && scheduler.unfinished() > 0;
+    let measured = Measured { elapsed_s, computed, stopped_early, read_limit, memory: live.memory() };
+    Ok(tell(args, prepared, &model, &live, &scheduler, &phases, &measured))
+}
+
+/// A bar on stderr, where that is a terminal.
+fn progress(quiet: bool, requests: usize) -> ProgressBar {
+    if quiet || !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::with_draw_target(Some(requests as u64), ProgressDrawTarget::stderr_with_hz(8));
+    let style = ProgressStyle::with_template("{bar:32} {pos}/{len} requests  {msg}  {elapsed}");
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    bar
+}
+
+/// What was measured around the loop.
+struct Measured {
+    elapsed_s: f64,
+    computed: u64,
+    stopped_early: bool,
+    read_limit: Option<f64>,
+    memory: Memory,
+}
+
+fn tell(
+    args: &Arguments,
+    prepared: &Prepared,
+    model: &Model,
+    live: &Live<'_>,
+    scheduler: &Scheduler<'_>,
+    phases: &Phases,
+    measured: &Measured,
+) -> Report {
+    let spec = &prepared.spec;
+    let Counts {
+        steps, promoted, replanned, finished, refused, offloads, reloads, restarts, put_off, ..
+    } = scheduler.counts();
+    let Measured { elapsed_s, computed, stopped_early, read_limit, memory } = *measured;
+    let stats = model.kv.store().stats();
+    let events = scheduler.events().to_vec();
+    let prompt = events.iter().map(|event| match event {
+        Event::Admit { prompt_tokens, .. } => *prompt_tokens,
+        _ => 0,
+    });
+    let refusals = events.iter().filter_map(|event| match event {
+        Event::Refuse { request, why, .. } => {
+            Some(report::Refused { request: request.to_string(), why: why.clone() })
+        }
+        _ => None,
+    });
+    let replayed = model
+        .config()
+        .prefix_cache
+        .then(|| replay::replay(&prepared.requests, &events, model.config().page_size));
+    let verified = live.verified();
+    Report {
+        schema: report::SCHEMA,
+        name: spec.name.clone(),
+        spec: prepared.path.display().to_string(),
+        device: prepared.device.to_string(),
+        dtype: spec.dtype.to_string(),
+        seed: spec.seed,
+        machine: report::MachineReport {
+            cpu: prepared.machine.cpu.clone(),
+            isa: prepared.machine.isa.to_string(),
+            threads: prepared.machine.threads,
+            read_bytes_per_s: read_limit,
+        },
+        requests: report::Requests {
+            total: prepared.requests.len(),
+            finished,
+            refused,
+            unfinished: scheduler.unfinished(),
+            peak_active: scheduler.counts().peak_active,
+        },
+        tokens: report::Tokens { prompt: prompt.sum(), prefix_hits: scheduler.counts().hit_tokens, computed },
+        steps: report::Steps {
+            total: steps,
+            stopped_early,
+            planned_ahead: promoted,
+            replanned,
+            padded: live.padded_steps(),
+            virtual_ms: scheduler.now_ms(),
+        },
+        elapsed_s,
+        tokens_per_s: if elapsed_s > 0.0 { computed as f64 / elapsed_s } else { 0.0 },
+        phases: phases
+            .all()
+            .into_iter()
+            .map(|(phase, resource, cost)| told(phase, resource, cost, read_limit))
+            .collect(),
+        kernels: live.kernels().clone(),
+        memory: report::MemoryReport {
+            estimated: u64::try_from(prepared.estimate.total()).unwrap_or(u64::MAX),
+            estimated_most: u64::try_from(prepared.estimate.most()).unwrap_or(u64::MAX),
+            allocated_peak: memory.allocated as u64,
+            resident_peak: memory.resident.map(|bytes| bytes as u64),
+        },
+        cache: report::Cache {
+            page_size: model.config().page_size,
+            pages: stats.pages_total,
+            evictions: stats.evictions,
+            offloads,
+            reloads,
+            restarts,
+            put_off,
+            copies: stats.copies,
+            repointed: stats.repointed,
+        },
+        verify: report::Verify {
+            rate: args.verify,
+            rows: verified.rows,
+            checks: verified.checks,
+            vectors: verified.vectors,
+            failed: verified.failed,
+            worst_share_of_allowed: verified.worst,
+            first_failure: verified.first_failure.clone(),
+        },
+        prefix_model: replayed.map(|replayed| report::PrefixModel {
+            requests: replayed.requests,
+            hit_tokens: replayed.hit_tokens,
+            mismatches: replayed
+                .mismatches
+                .into_iter()
+                .map(|m| report::Mismatch { request: m.request, expected: m.expected, got: m.got })
+                .collect(),
+        }),
+        digest: live.digest().hex(),
+        refusals: refusals.collect(),
+        events: events.clone(),
+    }
+}
+
+/// One phase as reports tell it.
+fn told(phase: &'static str, resource: String, cost: phases::Cost, read_limit: Option<f64>) -> report::Phase {
+    let seconds = cost.elapsed.as_secs_f64();
+    let rate = |n: u64| (n > 0 && seconds > 0.0).then(|| n as f64 / seconds);
+    let bytes = cost.work.bytes_read + cost.work.bytes_written;
+    report::Phase {
+        phase: phase.to_owned(),
+        resource,
+        calls: cost.calls,
+        seconds,
+        tokens: cost.work.tokens,
+        bytes,
+        flops: cost.work.flops,
+        tokens_per_s: rate(cost.work.tokens),
+        bytes_per_s: rate(bytes),
+        flops_per_s: rate(cost.work.flops),
+        share_of_read_limit: rate(bytes).zip(read_limit).map(|(rate, limit)| rate / limit),
+    }
 }

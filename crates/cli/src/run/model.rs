@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use mstar_core::attend::{AttnGeometry, BackendOptions, BuildContext};
+use mstar_core::attend::{AttnGeometry, BuildContext};
 use mstar_core::graph::Buckets;
 use mstar_core::kv::{KvConfig, KvLayout, PagedKv, PagedKvCache};
 use mstar_core::resource::EngineOptions;
@@ -15,18 +15,7 @@ use super::declare::Parts;
 use super::phases::Phases;
 use super::script::Walk;
 use super::verify::Shape;
-
-/// One attention resource of the spec, resolved to a backend whose options are read.
-pub(crate) struct Served<'a> {
-    /// The resource.
-    pub(crate) name: &'a ResourceName,
-    /// The chosen backend's name.
-    pub(crate) backend: &'a str,
-    /// What it attends.
-    pub(crate) geometry: &'a AttnGeometry,
-    /// Its options.
-    pub(crate) options: &'a dyn BackendOptions,
-}
+use crate::explain::Served;
 
 /// An attention resource of a running model.
 pub(crate) struct Room {
@@ -71,7 +60,7 @@ impl Model {
     pub(crate) fn build(
         spec: &Spec,
         device: Device,
-        served: &[Served<'_>],
+        served: &[Served],
         phases: &Arc<Phases>,
     ) -> anyhow::Result<Model> {
         let preplan = spec.workload.as_ref().is_some_and(|workload| workload.preplan);
@@ -94,7 +83,7 @@ impl Model {
                 ResourceKind::Attention(attention) => {
                     let served = served
                         .iter()
-                        .find(|served| *served.name == resource.name)
+                        .find(|served| served.name == resource.name)
                         .with_context(|| format!("no backend was chosen for resources.{}", resource.name))?;
                     let find = |name: &Option<ResourceName>| -> Option<Arc<dyn PagedKv>> {
                         let cache = caches.iter().find(|(other, _)| Some(other) == name.as_ref())?;
@@ -118,7 +107,7 @@ impl Model {
                     let room = Room {
                         name: resource.name.clone(),
                         attention: built,
-                        shape: shape(served.geometry, !is_cross)?,
+                        shape: shape(&served.geometry, !is_cross)?,
                         index: own.len() + cross.len(),
                         backend: served.backend.to_owned(),
                     };
@@ -128,21 +117,20 @@ impl Model {
             }
         }
         let Some(main) = main else {
-            bail!("resources: no attention over a cache of its own; add one of kind attention without query_from")
+            bail!(
+                "resources: no attention over a cache of its own; add one of kind attention without query_from"
+            )
         };
-        let cache = |name: &ResourceName| caches.iter().find(|(other, _)| other == name).map(|(_, c)| c.clone());
+        let cache =
+            |name: &ResourceName| caches.iter().find(|(other, _)| other == name).map(|(_, c)| c.clone());
         let kv = cache(&main).with_context(|| format!("resources.{main} is no cache"))?;
         kv.store().record_events(true);
         let buckets = match &spec.graph {
             Some(graph) => Buckets::decode(Walk::Decode.name(), &graph.buckets),
             None => Buckets::default(),
         };
-        let options = EngineOptions {
-            slots,
-            preplan,
-            observer: Some(phases.clone()),
-            ..EngineOptions::default()
-        };
+        let options =
+            EngineOptions { slots, preplan, observer: Some(phases.clone()), ..EngineOptions::default() };
         let engine = Engine::with_options(resources, options)?;
         engine.build_accelerator_graph_buffers(buckets.iter())?;
         let parts = Parts {
@@ -181,10 +169,14 @@ fn claim(
     cache: Option<&ResourceName>,
     attention: &ResourceName,
 ) -> anyhow::Result<()> {
-    let Some(cache) = cache else { bail!("resources.{attention}: kv_cache is missing; run needs pages to attend") };
+    let Some(cache) = cache else {
+        bail!("resources.{attention}: kv_cache is missing; run needs pages to attend")
+    };
     match part {
         Some(other) if other != cache => {
-            bail!("resources.{attention}: attends {cache}, others of its kind attend {other}; run drives one of each")
+            bail!(
+                "resources.{attention}: attends {cache}, others of its kind attend {other}; run drives one of each"
+            )
         }
         _ => *part = Some(cache.clone()),
     }

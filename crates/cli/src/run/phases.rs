@@ -44,7 +44,8 @@ impl Phases {
         self.costs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn add(&self, phase: &'static str, resource: &str, elapsed: Duration, work: Work) {
+    /// Adds one call.
+    pub(crate) fn add(&self, phase: &'static str, resource: &str, elapsed: Duration, work: Work) {
         let rank = ORDER.iter().position(|name| *name == phase).unwrap_or(ORDER.len());
         let mut costs = self.lock();
         let cost = costs.entry((rank, phase, resource.to_owned())).or_default();

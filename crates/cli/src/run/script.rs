@@ -339,7 +339,7 @@ mod tests {
             [(1, 6), (2, 6)]
         );
         let content = Content::of(&cfg);
-        assert_eq!(content.streams.iter().map(StreamContent::len).collect::<Vec<_>>(), [6, 12, 12]);
+        assert_eq!(content.streams.iter().map(|stream| stream.tokens.len()).collect::<Vec<_>>(), [6, 12, 12]);
         assert_eq!(content.streams[1].keys[..6], content.streams[2].keys[..6]);
         assert!((6..12).all(|i| content.streams[1].keys[i] != content.streams[2].keys[i]));
         // Two passes over one block are different content; the pass that stays is the stream's own.

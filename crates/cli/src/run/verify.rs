@@ -15,7 +15,8 @@
 
 use mstar_core::{Label, RequestId, ResourceName};
 use mstar_kernels::DType;
-use mstar_kernels::reference::{self, Real, paged};
+use mstar_kernels::reference::paged::{Cache, Options, Paged};
+use mstar_kernels::reference::{Attended, Real, paged};
 use mstar_kernels::synth::{self, Kind};
 
 use super::content::{mix, unit};
@@ -46,7 +47,7 @@ pub(crate) struct Shape {
     pub(crate) window_left: i64,
     /// The cap of scores, 0 for none.
     pub(crate) logits_soft_cap: f64,
-    /// `[H]` sink logits.
+    /// `[L, H]` sink logits.
     pub(crate) sinks: Option<Vec<f32>>,
     /// `[H]` slopes.
     pub(crate) alibi_slopes: Option<Vec<f32>>,
@@ -184,7 +185,7 @@ pub(crate) fn check<T: Real>(
         entries(seed, Kind::Key, layer, row.keys, kv_head, shape.head_dim_qk, &mut k);
         entries(seed, Kind::Value, layer, row.keys, kv_head, shape.head_dim_vo, &mut v);
         for &query in &sample.queries {
-            let expected = match oracle(row, seed, query_layer, &heads, query, &k, &v) {
+            let expected = match oracle(row, seed, (layer, query_layer), &heads, query, &k, &v) {
                 Ok(expected) => expected,
                 Err(error) => {
                     return Verdict { failure: Some(format!("the oracle: {error}")), ..Verdict::default() };
@@ -219,12 +220,12 @@ fn entries(seed: u64, kind: Kind, layer: usize, keys: &[u64], head: usize, width
 fn oracle(
     row: &Row<'_>,
     seed: u64,
-    query_layer: usize,
+    (layer, query_layer): (usize, usize),
     heads: &[usize],
     query: usize,
     k: &[f32],
     v: &[f32],
-) -> mstar_kernels::Result<reference::Attended> {
+) -> mstar_kernels::Result<Attended> {
     let shape = row.shape;
     let (d, dv) = (shape.head_dim_qk, shape.head_dim_vo);
     let (q_len, kv_len) = (row.queries.len(), row.keys.len());
@@ -241,10 +242,11 @@ fn oracle(
         let (row_query, head) = (query + index / heads.len(), heads[index % heads.len()]);
         synth::fill_lanes(seed, Kind::Query, query_layer, row.queries[row_query], head, lanes);
     }
-    let of_heads = |all: &Option<Vec<f32>>| -> Option<Vec<f32>> {
-        all.as_ref().map(|all| heads.iter().map(|&head| all[head]).collect())
+    let of_heads = |all: &Option<Vec<f32>>, first: usize| -> Option<Vec<f32>> {
+        all.as_ref().map(|all| heads.iter().map(|&head| all[first + head]).collect())
     };
-    let (sinks, slopes) = (of_heads(&shape.sinks), of_heads(&shape.alibi_slopes));
+    let sinks = of_heads(&shape.sinks, layer * shape.num_qo_heads);
+    let slopes = of_heads(&shape.alibi_slopes, 0);
     let before = kv_len.saturating_sub(q_len);
     let mask: Option<Vec<bool>> = row.own_mask.map(|own| {
         let rows = query..query + rows;
@@ -254,9 +256,9 @@ fn oracle(
     let tokens = rows as i32;
     let (kv_indptr, indices, last): (&[i32], &[i32], i32) =
         if seen == 0 { (&[0, 0], &[], 0) } else { (&[0, 1], &[0], seen as i32) };
-    paged::paged(&paged::Paged {
+    paged(&Paged {
         q: &q,
-        cache: paged::Cache::Split { k: &k[..seen * d], v: &v[..seen * dv] },
+        cache: Cache::Split { k: &k[..seen * d], v: &v[..seen * dv] },
         qo_indptr: &[0, tokens],
         kv_indptr,
         kv_indices: indices,
@@ -268,13 +270,13 @@ fn oracle(
         page_size: seen.max(1),
         sm_scale: shape.sm_scale,
         causal: shape.causal,
-        options: paged::Options {
+        options: Options {
             window_left: shape.window_left,
             logits_soft_cap: shape.logits_soft_cap,
             sinks: sinks.as_deref(),
             alibi_slopes: slopes.as_deref(),
             masks: masks.as_ref().map_or(&[], |masks| &masks[..]),
-            ..paged::Options::default()
+            ..Options::default()
         },
     })
 }

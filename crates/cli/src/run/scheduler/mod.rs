@@ -177,6 +177,11 @@ impl<'a> Scheduler<'a> {
         self.active.len()
     }
 
+    /// Requests that have neither finished nor been refused.
+    pub(crate) fn unfinished(&self) -> usize {
+        self.plans.len() - self.counts.finished - self.counts.refused
+    }
+
     /// The virtual clock.
     pub(crate) fn now_ms(&self) -> f64 {
         self.now_ms

@@ -1,0 +1,134 @@
+//! The files that a run writes: the JSON report, one CSV line a step, the timeline.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Context;
+
+use super::args::Arguments;
+use super::phases::Phases;
+use super::plot::Timeline;
+use super::report::Report;
+use super::runtime::StepCost;
+use super::scheduler::Scheduler;
+
+/// Phases that a step's line splits its time into.
+pub(crate) const STEP_PHASES: [&str; 6] = ["plan", "kv write", "attend", "commit", "synthesize", "verify"];
+
+/// One step's line.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StepLine {
+    /// The step, from 0.
+    pub(crate) step: u64,
+    /// Kinds of turns.
+    pub(crate) walk: &'static str,
+    /// Rows.
+    pub(crate) rows: usize,
+    /// Query tokens.
+    pub(crate) tokens: usize,
+    /// Whether it ran padded.
+    pub(crate) padded: bool,
+    /// Requests active after it.
+    pub(crate) active: usize,
+    /// The virtual clock after it.
+    pub(crate) virtual_ms: f64,
+    /// Wall time.
+    pub(crate) seconds: f64,
+    /// Seconds of [`STEP_PHASES`].
+    pub(crate) phases: [f64; 6],
+}
+
+impl StepLine {
+    /// Seconds of each of [`STEP_PHASES`] so far.
+    pub(crate) fn phases(phases: &Phases) -> [f64; 6] {
+        STEP_PHASES.map(|phase| phases.seconds(phase))
+    }
+
+    /// The line of the step that ran last; `before` is what the phases had cost before it.
+    pub(crate) fn new(
+        scheduler: &Scheduler<'_>,
+        cost: &StepCost,
+        elapsed: Duration,
+        before: [f64; 6],
+        phases: &Phases,
+    ) -> StepLine {
+        let after = StepLine::phases(phases);
+        StepLine {
+            step: scheduler.counts().steps - 1,
+            walk: cost.walk,
+            rows: cost.rows,
+            tokens: cost.tokens,
+            padded: cost.padded,
+            active: scheduler.active(),
+            virtual_ms: scheduler.now_ms(),
+            seconds: elapsed.as_secs_f64(),
+            phases: std::array::from_fn(|i| after[i] - before[i]),
+        }
+    }
+}
+
+/// The files that were asked for, open.
+pub(crate) struct Files {
+    report: Option<BufWriter<File>>,
+    csv: Option<csv::Writer<File>>,
+    plot: Option<(BufWriter<File>, Timeline)>,
+}
+
+impl Files {
+    /// Opens what `args` asks for.
+    pub(crate) fn open(args: &Arguments) -> anyhow::Result<Files> {
+        let report = args.report.as_deref().map(create).transpose()?.map(BufWriter::new);
+        let plot = args.plot.as_deref().map(create).transpose()?;
+        let mut csv = args.csv.as_deref().map(create).transpose()?.map(csv::Writer::from_writer);
+        if let Some(csv) = &mut csv {
+            let named = ["step", "walk", "rows", "tokens", "padded", "active", "virtual_ms", "seconds"];
+            let split = STEP_PHASES.iter().map(|phase| format!("{}_s", phase.replace(' ', "_")));
+            csv.write_record(named.iter().map(|name| (*name).to_owned()).chain(split))?;
+        }
+        Ok(Files { report, csv, plot: plot.map(|file| (BufWriter::new(file), Timeline::default())) })
+    }
+
+    /// Adds a step.
+    pub(crate) fn step(&mut self, line: &StepLine) -> anyhow::Result<()> {
+        if let Some(csv) = &mut self.csv {
+            let fixed = [
+                line.step.to_string(),
+                line.walk.to_owned(),
+                line.rows.to_string(),
+                line.tokens.to_string(),
+                u8::from(line.padded).to_string(),
+                line.active.to_string(),
+                line.virtual_ms.to_string(),
+                format!("{:.9}", line.seconds),
+            ];
+            let split = line.phases.iter().map(|seconds| format!("{seconds:.9}"));
+            csv.write_record(fixed.into_iter().chain(split)).context("--csv: cannot write")?;
+        }
+        if let Some((_, timeline)) = &mut self.plot {
+            timeline.add(line);
+        }
+        Ok(())
+    }
+
+    /// Writes what is written at the end.
+    pub(crate) fn finish(&mut self, report: &Report) -> anyhow::Result<()> {
+        if let Some(file) = &mut self.report {
+            serde_json::to_writer_pretty(&mut *file, report).context("--report: cannot write")?;
+            writeln!(file).and_then(|()| file.flush()).context("--report: cannot write")?;
+        }
+        if let Some(csv) = &mut self.csv {
+            csv.flush().context("--csv: cannot write")?;
+        }
+        if let Some((file, timeline)) = &mut self.plot {
+            let drawn = timeline.svg(&report.name);
+            file.write_all(drawn.as_bytes()).and_then(|()| file.flush()).context("--plot: cannot write")?;
+        }
+        Ok(())
+    }
+}
+
+fn create(path: &Path) -> anyhow::Result<File> {
+    File::create(path).with_context(|| format!("{}: cannot be written", path.display()))
+}

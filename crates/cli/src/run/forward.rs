@@ -1,0 +1,387 @@
+//! One forward: for every plan label of a step, layer after layer, synthetic Q, K and V through the caches and the
+//! attention resources, and then a look at what came out.
+
+use std::collections::HashMap;
+
+use anyhow::{Context, ensure};
+use mstar_core::attend::{AttnOut, Query, Work as Least, attend, write_kv};
+use mstar_core::kv::{KvEntries, KvPlan, PagedKv, PagedKvCache};
+use mstar_core::{Label, PlanId, PlannedStep, RequestId};
+use mstar_kernels::reference::Real;
+use mstar_kernels::{DType, Element, Stream};
+use rayon::prelude::*;
+
+use super::buffers::{Buffers, Fresh, Written};
+use super::content::mix;
+use super::declare::draft_mask;
+use super::digest::{self, Place};
+use super::model::{Model, Room};
+use super::phases::Phases;
+use super::scheduler::Work;
+use super::script::{Addition, Content, Walk, Written as What};
+use super::verify::{self, Row, Sample, Verdict};
+use super::workload::RequestPlan;
+
+/// What a forward needs beside the model.
+pub(crate) struct Scene<'a> {
+    /// The workload.
+    pub(crate) plans: &'a [RequestPlan],
+    /// Content of the active requests, by their index.
+    pub(crate) contents: &'a HashMap<usize, Content>,
+    /// The run's seed.
+    pub(crate) seed: u64,
+    /// Share of rows to verify.
+    pub(crate) verify: f64,
+    /// The step's number in the run.
+    pub(crate) step: u64,
+    /// Costs.
+    pub(crate) phases: &'a Phases,
+}
+
+/// What a forward found.
+#[derive(Default)]
+pub(crate) struct Outcome {
+    /// Sum of the output hashes of each request, by index.
+    pub(crate) digests: HashMap<usize, u64>,
+    /// One verdict a checked (row, layer, attention).
+    pub(crate) verdicts: Vec<Verdict>,
+    /// Rows chosen to be checked.
+    pub(crate) rows_checked: usize,
+    /// Query tokens, padding left out, over all plan labels.
+    pub(crate) tokens: usize,
+    /// Rows, padding left out.
+    pub(crate) rows: usize,
+    /// Which kernels ran.
+    pub(crate) kernels: Vec<String>,
+}
+
+/// One row of a plan, and whose it is.
+struct Packed<'a> {
+    work: &'a Work,
+    addition: &'a Addition,
+    label: Label,
+    /// Its tokens in the plan.
+    tokens: std::ops::Range<usize>,
+    /// Content keys of its queries.
+    keys: Vec<u64>,
+    /// Uncommitted passes before it.
+    pass: usize,
+    index: usize,
+}
+
+/// A row that is verified: what it may see.
+struct Checked {
+    packed: usize,
+    own: Vec<u64>,
+    mask: Option<Vec<bool>>,
+    salt: u64,
+}
+
+/// Runs every plan label of `planned`, whose turns are `works`.
+pub(crate) fn run(
+    model: &Model,
+    buffers: &mut Buffers,
+    planned: &PlannedStep,
+    works: &[Work],
+    scene: &Scene<'_>,
+) -> anyhow::Result<Outcome> {
+    let mut outcome = Outcome::default();
+    if let Some(context) = &model.context {
+        write_context(model, context, buffers, planned, works, scene)?;
+    }
+    for label in model.kv.plan_labels(planned.serial())? {
+        let id = PlanId { slot: planned.slot(), label, serial: planned.serial() };
+        let plan = model.kv.kv_plan(&id)?;
+        if plan.slots.is_empty() {
+            continue;
+        }
+        run_label(model, buffers, planned, &plan, works, scene, &mut outcome)?;
+    }
+    Ok(outcome)
+}
+
+/// Writes the contexts that a step's encoders made.
+fn write_context(
+    model: &Model,
+    cache: &PagedKvCache,
+    buffers: &mut Buffers,
+    planned: &PlannedStep,
+    works: &[Work],
+    scene: &Scene<'_>,
+) -> anyhow::Result<()> {
+    for label in cache.plan_labels(planned.serial())? {
+        let id = PlanId { slot: planned.slot(), label: label.clone(), serial: planned.serial() };
+        let plan = cache.kv_plan(&id)?;
+        if plan.slots.iter().all(|&slot| slot < 0) {
+            continue;
+        }
+        let (packed, keys) = pack(&plan, works, scene)?;
+        ensure!(
+            packed.iter().all(|row| row.work.turn.walk == Walk::Encode),
+            "a context grew after it was written"
+        );
+        let stream = Stream::cpu();
+        let mut forward = planned.forward(label, &stream);
+        for layer in 0..model.layers {
+            generate(buffers, scene, &[Fresh::Key, Fresh::Value], layer, &keys)?;
+            let (_, k, v, _, _) = buffers.views(keys.len())?;
+            forward.set_layer(layer);
+            write_kv(cache, &forward, KvEntries::Nhd { k, v })?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs one plan label of the requests' own cache.
+fn run_label(
+    model: &Model,
+    buffers: &mut Buffers,
+    planned: &PlannedStep,
+    plan: &KvPlan,
+    works: &[Work],
+    scene: &Scene<'_>,
+    outcome: &mut Outcome,
+) -> anyhow::Result<()> {
+    let tokens = plan.slots.len();
+    ensure!(
+        tokens <= buffers.tokens(),
+        "a plan of {tokens} tokens is larger than the {} that were foreseen (a bug of mstar's)",
+        buffers.tokens()
+    );
+    let (packed, keys) = pack(plan, works, scene)?;
+    outcome.tokens += packed.iter().map(|row| row.tokens.len()).sum::<usize>();
+    outcome.rows += packed.len();
+    let checked = choose(&packed, scene);
+    outcome.rows_checked += checked.len();
+    let stream = Stream::cpu();
+    let mut forward = planned.forward(plan.id.label.clone(), &stream);
+    for layer in 0..model.layers {
+        generate(buffers, scene, &[Fresh::Query, Fresh::Key, Fresh::Value], layer, &keys)?;
+        forward.set_layer(layer);
+        for (turn, room) in model.own.iter().enumerate() {
+            let (q, k, v, o, lse) = buffers.views(tokens)?;
+            // The first resource over the cache sees to it that the entries are written; the others find them there.
+            let fresh = (turn == 0 || !room.attention.requires_kv_write()).then_some(KvEntries::Nhd { k, v });
+            let out = AttnOut { o, lse: Some(lse) };
+            attend(&*room.attention, &mut forward, Query::Heads(q), fresh, out)
+                .with_context(|| format!("layer {layer} of {}", room.name))?;
+            let seen = Seen { room, layer, query_layer: layer };
+            look(model, buffers, plan, &packed, &checked, scene, seen, outcome)?;
+        }
+        for room in &model.cross {
+            // A cross-attention projects queries of its own: those of a layer past the last.
+            let query_layer = model.layers + layer;
+            generate(buffers, scene, &[Fresh::Query], query_layer, &keys)?;
+            let (q, _, _, o, lse) = buffers.views(tokens)?;
+            let out = AttnOut { o, lse: Some(lse) };
+            attend(&*room.attention, &mut forward, Query::Heads(q), None, out)
+                .with_context(|| format!("layer {layer} of {}", room.name))?;
+            look(model, buffers, plan, &packed, &checked, scene, Seen { room, layer, query_layer }, outcome)?;
+        }
+    }
+    for room in model.rooms() {
+        let kernel = room.attention.kernel(&plan.id).unwrap_or_else(|| room.backend.clone());
+        outcome.kernels.push(format!("{}: {kernel}", room.name));
+    }
+    Ok(())
+}
+
+/// The plan's rows with whose they are, and the content key of every token; padding has key 0.
+fn pack<'a>(
+    plan: &KvPlan,
+    works: &'a [Work],
+    scene: &Scene<'_>,
+) -> anyhow::Result<(Vec<Packed<'a>>, Vec<u64>)> {
+    let mut whose: HashMap<(&RequestId, Label), (&Work, &Addition)> = HashMap::new();
+    for work in works {
+        let request = &scene.plans[work.request];
+        for addition in &work.turn.additions {
+            whose.insert((&request.id, work.turn.label(request, addition.stream)), (work, addition));
+        }
+    }
+    let mut keys = vec![0u64; plan.slots.len()];
+    let mut packed = Vec::with_capacity(plan.real_rows);
+    for (index, row) in plan.rows[..plan.real_rows].iter().enumerate() {
+        let (work, addition) = whose.get(&(&row.request, row.label.clone())).copied().with_context(|| {
+            format!("the plan has a row of {} ({}) that no turn made", row.request, row.label)
+        })?;
+        ensure!(
+            row.q_len == addition.span && row.kv_len == addition.start + addition.span,
+            "request {} ({}) is planned as {} of {} tokens, its turn is {} after {}",
+            row.request,
+            row.label,
+            row.q_len,
+            row.kv_len,
+            addition.span,
+            addition.start
+        );
+        let request = &scene.plans[work.request];
+        let (_, own) = scene.contents[&work.request].added(request, work.turn.walk, addition);
+        let tokens = plan.qo_indptr[index] as usize..plan.qo_indptr[index + 1] as usize;
+        keys[tokens.clone()].copy_from_slice(&own);
+        let pass = match addition.written {
+            What::Noise(pass) => pass + 1,
+            What::Draft => 1,
+            What::Kept => 0,
+        };
+        packed.push(Packed { work, addition, label: row.label.clone(), tokens, keys: own, pass, index });
+    }
+    Ok((packed, keys))
+}
+
+fn generate(
+    buffers: &mut Buffers,
+    scene: &Scene<'_>,
+    which: &[Fresh],
+    layer: usize,
+    keys: &[u64],
+) -> anyhow::Result<()> {
+    let tokens = Least { tokens: keys.len() as u64, ..Least::default() };
+    scene.phases.timed("synthesize", tokens, || {
+        which.iter().try_for_each(|&which| buffers.generate(which, scene.seed, layer, keys))
+    })?;
+    Ok(())
+}
+
+/// The rows of a plan that are verified, with the content keys of all that each may see.
+fn choose(packed: &[Packed<'_>], scene: &Scene<'_>) -> Vec<Checked> {
+    let mut checked = Vec::new();
+    for (index, row) in packed.iter().enumerate() {
+        let request = &scene.plans[row.work.request];
+        let stream = row.addition.stream;
+        if !verify::chosen(scene.verify, scene.seed, scene.step, request.ordinal, stream) {
+            continue;
+        }
+        let held = &scene.contents[&row.work.request].streams[stream];
+        let mut own = held.keys[..row.addition.start].to_vec();
+        own.extend_from_slice(&row.keys);
+        let mask = draft_mask(request, row.addition.written);
+        let salt = mix(mix(mix(scene.seed, scene.step), request.ordinal), stream as u64);
+        checked.push(Checked { packed: index, own, mask, salt });
+    }
+    checked
+}
+
+/// Whose output lies in the buffers.
+#[derive(Clone, Copy)]
+struct Seen<'a> {
+    room: &'a Room,
+    layer: usize,
+    query_layer: usize,
+}
+
+/// Hashes what a layer wrote, and verifies the chosen rows of it.
+fn look(
+    model: &Model,
+    buffers: &Buffers,
+    plan: &KvPlan,
+    packed: &[Packed<'_>],
+    checked: &[Checked],
+    scene: &Scene<'_>,
+    seen: Seen<'_>,
+    outcome: &mut Outcome,
+) -> anyhow::Result<()> {
+    let written = buffers.written(plan.slots.len())?;
+    let hashes: Vec<u64> = scene.phases.timed("digest", Least::default(), || {
+        packed.par_iter().map(|row| hash_row(row, &written, &seen)).collect()
+    });
+    for (row, hash) in packed.iter().zip(hashes) {
+        let digest = outcome.digests.entry(row.work.request).or_default();
+        *digest = digest.wrapping_add(hash);
+    }
+    if scene.verify <= 0.0 {
+        return Ok(());
+    }
+    let verdicts = scene.phases.timed("verify", Least::default(), || {
+        let judge = |check: &Checked| judge(model, &packed[check.packed], check, &written, scene, &seen);
+        let mut verdicts: Vec<Verdict> = checked.par_iter().filter_map(judge).collect();
+        verdicts.extend(padding(plan, packed, &written, scene, &seen));
+        verdicts
+    });
+    outcome.verdicts.extend(verdicts);
+    Ok(())
+}
+
+fn hash_row(row: &Packed<'_>, written: &Written<'_>, seen: &Seen<'_>) -> u64 {
+    let hash = |(i, t): (usize, usize)| {
+        let place = Place {
+            attention: seen.room.index,
+            layer: seen.layer,
+            stream: row.addition.stream,
+            position: row.addition.start + i,
+            pass: row.pass,
+        };
+        digest::vector(place, written.token_bytes(t), written.token_lse(t))
+    };
+    row.tokens.clone().enumerate().map(hash).fold(0, u64::wrapping_add)
+}
+
+/// Verifies one row of one layer, if the row's sample has that layer.
+fn judge(
+    model: &Model,
+    packed: &Packed<'_>,
+    check: &Checked,
+    written: &Written<'_>,
+    scene: &Scene<'_>,
+    seen: &Seen<'_>,
+) -> Option<Verdict> {
+    let plan = &scene.plans[packed.work.request];
+    let shape = &seen.room.shape;
+    let is_cross = !shape.causal && seen.query_layer != seen.layer;
+    let keys = if is_cross { &scene.contents[&packed.work.request].context.keys } else { &check.own };
+    let sample = Sample::of(shape, model.layers, packed.keys.len(), keys.len(), check.salt);
+    if !sample.layers.contains(&seen.layer) {
+        return None;
+    }
+    let row = Row {
+        attention: &seen.room.name,
+        shape,
+        request: &plan.id,
+        label: &packed.label,
+        step: scene.step,
+        index: packed.index,
+        keys,
+        queries: &packed.keys,
+        own_mask: if is_cross { None } else { check.mask.as_deref() },
+        first_position: packed.addition.start,
+    };
+    Some(match model.dtype {
+        DType::Bf16 => judge_typed::<half::bf16>(&row, &sample, scene, seen, written, packed),
+        DType::F16 => judge_typed::<half::f16>(&row, &sample, scene, seen, written, packed),
+        _ => judge_typed::<f32>(&row, &sample, scene, seen, written, packed),
+    })
+}
+
+fn judge_typed<T: Real + Element>(
+    row: &Row<'_>,
+    sample: &Sample,
+    scene: &Scene<'_>,
+    seen: &Seen<'_>,
+    written: &Written<'_>,
+    packed: &Packed<'_>,
+) -> Verdict {
+    let all = written.o.as_slice::<T>().expect("a contiguous view of the run's dtype");
+    let o = &all[packed.tokens.start * written.vector..packed.tokens.end * written.vector];
+    let lse = &written.lse[packed.tokens.start * written.heads..packed.tokens.end * written.heads];
+    verify::check(row, sample, scene.seed, seen.layer, seen.query_layer, T::DTYPE, o, lse)
+}
+
+/// Padded rows yield zeros and `-inf`, bit for bit.
+fn padding(
+    plan: &KvPlan,
+    packed: &[Packed<'_>],
+    written: &Written<'_>,
+    scene: &Scene<'_>,
+    seen: &Seen<'_>,
+) -> Option<Verdict> {
+    let first = packed.last().map_or(0, |row| row.tokens.end);
+    let wrong = (first..plan.slots.len()).find(|&t| {
+        written.token_bytes(t).iter().any(|&byte| byte != 0)
+            || written.token_lse(t).iter().any(|&lse| lse != f32::NEG_INFINITY)
+    })?;
+    let failure = format!(
+        "step {}, {} layer {}: padded token {wrong} of plan {} is not 0 with lse -inf",
+        scene.step, seen.room.name, seen.layer, plan.id.label
+    );
+    Some(Verdict { failure: Some(failure), ..Verdict::default() })
+}

@@ -1,0 +1,473 @@
+//! What a run was and cost: the data of `--report` (docs/report.md) and the table on stdout.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use super::event::Event;
+use super::format::{seconds, si};
+use crate::text::{bytes, count, wrap};
+
+/// The version of the schema that docs/report.md describes.
+pub(crate) const SCHEMA: &str = "mstar.run/1";
+
+/// A whole report.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    pub(crate) schema: &'static str,
+    pub(crate) name: String,
+    pub(crate) spec: String,
+    pub(crate) device: String,
+    pub(crate) dtype: String,
+    pub(crate) seed: u64,
+    pub(crate) machine: MachineReport,
+    pub(crate) requests: Requests,
+    pub(crate) tokens: Tokens,
+    pub(crate) steps: Steps,
+    pub(crate) elapsed_s: f64,
+    pub(crate) tokens_per_s: f64,
+    pub(crate) phases: Vec<Phase>,
+    pub(crate) kernels: BTreeMap<String, u64>,
+    pub(crate) memory: MemoryReport,
+    pub(crate) cache: Cache,
+    pub(crate) verify: Verify,
+    pub(crate) prefix_model: Option<PrefixModel>,
+    pub(crate) digest: String,
+    pub(crate) refusals: Vec<Refused>,
+    pub(crate) events: Vec<Event>,
+}
+
+/// Where it ran.
+#[derive(Debug, Serialize)]
+pub(crate) struct MachineReport {
+    pub(crate) cpu: String,
+    pub(crate) isa: String,
+    pub(crate) threads: usize,
+    pub(crate) read_bytes_per_s: Option<f64>,
+}
+
+/// Requests by what became of them.
+#[derive(Debug, Serialize)]
+pub(crate) struct Requests {
+    pub(crate) total: usize,
+    pub(crate) finished: usize,
+    pub(crate) refused: usize,
+    /// Neither, since the run stopped early.
+    pub(crate) unfinished: usize,
+    pub(crate) peak_active: usize,
+}
+
+/// Tokens by kind.
+#[derive(Debug, Serialize)]
+pub(crate) struct Tokens {
+    /// Prompt tokens of the requests that entered.
+    pub(crate) prompt: usize,
+    /// Of those, found in the prefix index.
+    pub(crate) prefix_hits: usize,
+    /// Query tokens that were computed.
+    pub(crate) computed: u64,
+}
+
+/// Steps.
+#[derive(Debug, Serialize)]
+pub(crate) struct Steps {
+    pub(crate) total: u64,
+    pub(crate) stopped_early: bool,
+    pub(crate) planned_ahead: u64,
+    pub(crate) replanned: u64,
+    pub(crate) padded: u64,
+    pub(crate) virtual_ms: f64,
+}
+
+/// One phase of one resource.
+#[derive(Debug, Serialize)]
+pub(crate) struct Phase {
+    pub(crate) phase: String,
+    /// Empty for the program's own phases.
+    pub(crate) resource: String,
+    pub(crate) calls: u64,
+    pub(crate) seconds: f64,
+    pub(crate) tokens: u64,
+    pub(crate) bytes: u64,
+    pub(crate) flops: u64,
+    pub(crate) tokens_per_s: Option<f64>,
+    pub(crate) bytes_per_s: Option<f64>,
+    pub(crate) flops_per_s: Option<f64>,
+    /// Bytes a second as a share of what the machine reads.
+    pub(crate) share_of_read_limit: Option<f64>,
+}
+
+/// Memory, in bytes.
+#[derive(Debug, Serialize)]
+pub(crate) struct MemoryReport {
+    /// What `mstar explain` says is held from the start.
+    pub(crate) estimated: u64,
+    /// The most that it may come to.
+    pub(crate) estimated_most: u64,
+    pub(crate) allocated_peak: u64,
+    pub(crate) resident_peak: Option<u64>,
+}
+
+/// What happened to pages.
+#[derive(Debug, Serialize)]
+pub(crate) struct Cache {
+    pub(crate) page_size: usize,
+    pub(crate) pages: usize,
+    pub(crate) evictions: u64,
+    pub(crate) offloads: usize,
+    pub(crate) reloads: usize,
+    pub(crate) restarts: usize,
+    pub(crate) put_off: usize,
+    pub(crate) copies: u64,
+    pub(crate) repointed: u64,
+}
+
+/// What `--verify` found.
+#[derive(Debug, Serialize)]
+pub(crate) struct Verify {
+    pub(crate) rate: f64,
+    pub(crate) rows: u64,
+    pub(crate) checks: u64,
+    pub(crate) vectors: u64,
+    pub(crate) failed: u64,
+    pub(crate) worst_share_of_allowed: f64,
+    pub(crate) first_failure: Option<String>,
+}
+
+/// What the replayed model of the prefix index says.
+#[derive(Debug, Serialize)]
+pub(crate) struct PrefixModel {
+    pub(crate) requests: usize,
+    pub(crate) hit_tokens: usize,
+    pub(crate) mismatches: Vec<Mismatch>,
+}
+
+/// One request whose hit the log does not explain.
+#[derive(Debug, Serialize)]
+pub(crate) struct Mismatch {
+    pub(crate) request: String,
+    pub(crate) expected: usize,
+    pub(crate) got: usize,
+}
+
+/// One refusal.
+#[derive(Debug, Serialize)]
+pub(crate) struct Refused {
+    pub(crate) request: String,
+    pub(crate) why: String,
+}
+
+impl Report {
+    /// Whether every check passed.
+    pub(crate) fn passed(&self) -> bool {
+        self.verify.failed == 0 && self.prefix_model.as_ref().is_none_or(|model| model.mismatches.is_empty())
+    }
+
+    /// The table, in 80 columns.
+    pub(crate) fn table(&self) -> String {
+        let mut out = String::new();
+        let title = format!(
+            "{} on {} ({} threads, {}), {}: {} steps in {}, {} tokens/s",
+            self.name,
+            self.device,
+            self.machine.threads,
+            self.machine.isa,
+            self.dtype,
+            count(self.steps.total),
+            seconds(self.elapsed_s),
+            si(self.tokens_per_s),
+        );
+        out.push_str(&wrap("", &title));
+        if self.steps.stopped_early {
+            let text = format!(
+                "stopped after {} steps; {} requests are unfinished",
+                self.steps.total, self.requests.unfinished
+            );
+            out.push_str(&wrap("", &text));
+        }
+        out.push('\n');
+        self.phase_table(&mut out);
+        out.push('\n');
+        for (head, text) in self.lines() {
+            out.push_str(&wrap(&format!("{head:<11}"), &text));
+        }
+        for refused in self.refusals.iter().take(3) {
+            out.push_str(&wrap(&format!("{:<11}", "refused"), &refused.why));
+        }
+        if self.refusals.len() > 3 {
+            let text = format!("and {} more; --report lists them", self.refusals.len() - 3);
+            out.push_str(&wrap(&format!("{:<11}", ""), &text));
+        }
+        if let Some(failure) = &self.verify.first_failure {
+            out.push_str(&wrap("FAILED     ", failure));
+        }
+        if let Some(first) = self.prefix_model.as_ref().and_then(|model| model.mismatches.first()) {
+            let text = format!(
+                "request {} hit {} prompt tokens, its log explains {}",
+                first.request, first.got, first.expected
+            );
+            out.push_str(&wrap("FAILED     ", &text));
+        }
+        out
+    }
+
+    fn phase_table(&self, out: &mut String) {
+        let head = ["phase", "resource", "calls", "time", "share", "tokens/s", "GB/s", "GFLOP/s", "limit"];
+        let rate = |value: Option<f64>, unit: f64| match value.map(|v| v / unit) {
+            Some(v) if v >= 99.95 => format!("{v:.0}"),
+            Some(v) if v > 0.0 => format!("{v:.1}"),
+            _ => "-".into(),
+        };
+        let mut rows = vec![head.map(str::to_owned)];
+        for phase in &self.phases {
+            let share = |part: f64| format!("{:.1}%", part * 100.0);
+            rows.push([
+                phase.phase.clone(),
+                if phase.resource.is_empty() { "-".into() } else { clipped(&phase.resource, 11) },
+                phase.calls.to_string(),
+                seconds(phase.seconds),
+                if self.elapsed_s > 0.0 { share(phase.seconds / self.elapsed_s) } else { "-".into() },
+                phase.tokens_per_s.map_or_else(|| "-".into(), si),
+                rate(phase.bytes_per_s, 1e9),
+                rate(phase.flops_per_s, 1e9),
+                phase.share_of_read_limit.map_or_else(|| "-".into(), share),
+            ]);
+        }
+        let widths: Vec<usize> = (0..head.len())
+            .map(|c| rows.iter().map(|row| row[c].chars().count()).max().unwrap_or(0))
+            .collect();
+        for row in &rows {
+            let mut line = String::new();
+            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+                let gap = if column == 0 { "" } else { "  " };
+                // Words to the left, numbers to the right.
+                let _ = if column < 2 {
+                    write!(line, "{gap}{cell:<width$}")
+                } else {
+                    write!(line, "{gap}{cell:>width$}")
+                };
+            }
+            out.push_str(line.trim_end());
+            out.push('\n');
+        }
+    }
+
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        let mut lines = Vec::new();
+        let Requests { total, finished, refused, peak_active, .. } = self.requests;
+        let number = |n: usize| count(n as u64);
+        lines.push((
+            "requests",
+            format!(
+                "{} finished of {}, {} refused, at most {} active",
+                number(finished),
+                number(total),
+                number(refused),
+                number(peak_active)
+            ),
+        ));
+        let percent =
+            |part: usize, whole: usize| if whole == 0 { 0.0 } else { 100.0 * part as f64 / whole as f64 };
+        lines.push((
+            "tokens",
+            format!(
+                "{} computed; {} prompt tokens, of which {} ({:.1}%) were prefix hits",
+                count(self.tokens.computed),
+                number(self.tokens.prompt),
+                number(self.tokens.prefix_hits),
+                percent(self.tokens.prefix_hits, self.tokens.prompt)
+            ),
+        ));
+        let Cache { evictions, offloads, reloads, restarts, put_off, copies, .. } = self.cache;
+        lines.push((
+            "pages",
+            format!(
+                "{} of {} tokens; {} evictions, {} copies on write, {} offloads, {} reloads, {} restarts, {} cuts put off",
+                number(self.cache.pages),
+                self.cache.page_size,
+                count(evictions),
+                count(copies),
+                number(offloads),
+                number(reloads),
+                number(restarts),
+                number(put_off)
+            ),
+        ));
+        if self.steps.planned_ahead + self.steps.replanned + self.steps.padded > 0 {
+            lines.push((
+                "plans",
+                format!(
+                    "{} made ahead, {} given up or made again; {} steps padded to a bucket",
+                    count(self.steps.planned_ahead),
+                    count(self.steps.replanned),
+                    count(self.steps.padded)
+                ),
+            ));
+        }
+        for (kernel, plans) in &self.kernels {
+            lines.push(("kernel", format!("{kernel} ({} plans)", count(*plans))));
+        }
+        let resident =
+            self.memory.resident_peak.map_or_else(String::new, |n| format!(", {} resident", bytes(n.into())));
+        lines.push((
+            "memory",
+            format!(
+                "{} allocated ({} foreseen, {} at most){resident}",
+                bytes(self.memory.allocated_peak.into()),
+                bytes(self.memory.estimated.into()),
+                bytes(self.memory.estimated_most.into())
+            ),
+        ));
+        if let Some(limit) = self.machine.read_bytes_per_s {
+            lines
+                .push(("limit", format!("this machine reads {:.1} GB/s, measured in this run", limit / 1e9)));
+        }
+        if let Some(model) = &self.prefix_model {
+            lines.push((
+                "prefix",
+                format!(
+                    "a model replayed the log of {} requests: {} hit tokens, {} differ",
+                    number(model.requests),
+                    number(model.hit_tokens),
+                    number(model.mismatches.len())
+                ),
+            ));
+        }
+        if self.verify.rate > 0.0 {
+            lines.push((
+                "verified",
+                format!(
+                    "{} rows ({} layers of them, {} vectors) in f64: {} wrong; worst error {:.2} of what is allowed",
+                    count(self.verify.rows),
+                    count(self.verify.checks),
+                    count(self.verify.vectors),
+                    count(self.verify.failed),
+                    self.verify.worst_share_of_allowed
+                ),
+            ));
+        }
+        lines.push(("digest", self.digest.clone()));
+        lines
+    }
+}
+
+/// `text` in at most `width` characters.
+fn clipped(text: &str, width: usize) -> String {
+    if text.chars().count() <= width {
+        return text.to_owned();
+    }
+    text.chars().take(width - 1).chain(['~']).collect()
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    pub(in super::super) fn sample() -> Report {
+        let phase = |phase: &str, resource: &str| Phase {
+            phase: phase.into(),
+            resource: resource.into(),
+            calls: 123_456,
+            seconds: 12.345,
+            tokens: 10_000_000,
+            bytes: 99_000_000_000,
+            flops: 123_000_000_000,
+            tokens_per_s: Some(812_345.0),
+            bytes_per_s: Some(123.4e9),
+            flops_per_s: Some(1234.5e9),
+            share_of_read_limit: Some(0.987),
+        };
+        Report {
+            schema: SCHEMA,
+            name: "a-spec-with-a-rather-long-name".into(),
+            spec: "specs/x.yaml".into(),
+            device: "cpu".into(),
+            dtype: "bf16".into(),
+            seed: 7,
+            machine: MachineReport {
+                cpu: "x".into(),
+                isa: "avx512-bf16".into(),
+                threads: 128,
+                read_bytes_per_s: Some(25e9),
+            },
+            requests: Requests {
+                total: 20_000,
+                finished: 19_990,
+                refused: 5,
+                unfinished: 5,
+                peak_active: 64,
+            },
+            tokens: Tokens { prompt: 1_234_567, prefix_hits: 345_678, computed: 9_999_999 },
+            steps: Steps {
+                total: 99_999,
+                stopped_early: true,
+                planned_ahead: 5,
+                replanned: 2,
+                padded: 9,
+                virtual_ms: 1.0,
+            },
+            elapsed_s: 123.4,
+            tokens_per_s: 81_234.5,
+            phases: vec![phase("kv write", "a-resource-of-a-long-name"), phase("synthesize", "")],
+            kernels: BTreeMap::from([("attn: paged cpu avx512 decode + prefill".into(), 100)]),
+            memory: MemoryReport {
+                estimated: 1 << 30,
+                estimated_most: 2 << 30,
+                allocated_peak: 1 << 30,
+                resident_peak: Some(1 << 31),
+            },
+            cache: Cache {
+                page_size: 16,
+                pages: 100_000,
+                evictions: 99_999,
+                offloads: 1000,
+                reloads: 1000,
+                restarts: 10,
+                put_off: 777,
+                copies: 12_345,
+                repointed: 3,
+            },
+            verify: Verify {
+                rate: 0.05,
+                rows: 1234,
+                checks: 9999,
+                vectors: 123_456,
+                failed: 1,
+                worst_share_of_allowed: 1.5,
+                first_failure: Some("step 3 ".repeat(40)),
+            },
+            prefix_model: Some(PrefixModel { requests: 200, hit_tokens: 99_999, mismatches: vec![] }),
+            digest: "0123456789abcdef".into(),
+            refusals: (0..5)
+                .map(|i| Refused {
+                    request: format!("r{i}"),
+                    why: format!("kv: request r{i} is 5 pages short of the 9 it needs"),
+                })
+                .collect(),
+            events: vec![],
+        }
+    }
+
+    #[test]
+    fn the_table_keeps_to_80_columns() {
+        let table = sample().table();
+        for line in table.lines() {
+            assert!(line.chars().count() <= 80, "{} columns: {line}", line.chars().count());
+        }
+        for part in ["kv write", "stopped after", "5 pages short", "FAILED", "digest", "98.7%"] {
+            assert!(table.contains(part), "{part} is missing from\n{table}");
+        }
+    }
+
+    #[test]
+    fn a_failed_row_or_an_unexplained_hit_fails_the_run() {
+        let mut report = sample();
+        assert!(!report.passed());
+        report.verify.failed = 0;
+        assert!(report.passed());
+        let mismatch = Mismatch { request: "r1".into(), expected: 0, got: 16 };
+        report.prefix_model = Some(PrefixModel { requests: 1, hit_tokens: 0, mismatches: vec![mismatch] });
+        assert!(!report.passed() && report.table().contains("r1 hit 16"));
+    }
+}

@@ -1,0 +1,397 @@
+//! The scheduler's [`Runtime`] over a real engine: ingest, admit, plan, preplan, run, commit, offload.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use anyhow::Context;
+use mstar_core::attend::Work as Least;
+use mstar_core::kv::{KvConfig, KvEvent, PagedKvCache};
+use mstar_core::{
+    Admission, Ingest, Label, Outcome, PlannedStep, PreplannedStep, Refusal, RefusalReason, RequestId,
+};
+
+use super::buffers::Buffers;
+use super::declare;
+use super::digest::RunDigest;
+use super::event::Event;
+use super::forward::{self, Scene};
+use super::memory::Memory;
+use super::model::Model;
+use super::phases::Phases;
+use super::scheduler::{Runtime, Work};
+use super::script::{CONTEXT, Content};
+use super::workload::RequestPlan;
+
+/// Steps between two looks at resident memory.
+const LOOK_EVERY: u64 = 32;
+
+/// What was verified so far.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Verified {
+    /// Rows chosen.
+    pub(crate) rows: u64,
+    /// (row, layer, attention) checks made.
+    pub(crate) checks: u64,
+    /// (query, head, layer) vectors recomputed.
+    pub(crate) vectors: u64,
+    /// Checks that failed.
+    pub(crate) failed: u64,
+    /// The largest error as a share of what was allowed.
+    pub(crate) worst: f64,
+    /// The first failure, in full.
+    pub(crate) first_failure: Option<String>,
+}
+
+/// What one step did, for the CSV and the timeline.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct StepCost {
+    /// Kinds of turns.
+    pub(crate) walk: &'static str,
+    /// Rows, padding left out.
+    pub(crate) rows: usize,
+    /// Query tokens, padding left out.
+    pub(crate) tokens: usize,
+    /// Whether it ran padded in a bucket.
+    pub(crate) padded: bool,
+}
+
+/// A model at work.
+pub(crate) struct Live<'a> {
+    model: &'a Model,
+    plans: &'a [RequestPlan],
+    seed: u64,
+    verify: f64,
+    phases: Arc<Phases>,
+    buffers: Buffers,
+    contents: HashMap<usize, Content>,
+    digests: HashMap<usize, u64>,
+    digest: RunDigest,
+    admitted: Option<PlannedStep>,
+    ahead: Option<PreplannedStep>,
+    /// Pages of each offloaded request: of its streams, and of its context.
+    host: HashMap<usize, [usize; 2]>,
+    steps: u64,
+    padded_steps: u64,
+    verified: Verified,
+    last: StepCost,
+    kernels: std::collections::BTreeMap<String, u64>,
+    memory: Memory,
+}
+
+impl<'a> Live<'a> {
+    /// A model at work on `plans`.
+    pub(crate) fn new(
+        model: &'a Model,
+        plans: &'a [RequestPlan],
+        buffers: Buffers,
+        seed: u64,
+        verify: f64,
+        phases: Arc<Phases>,
+    ) -> Live<'a> {
+        let mut memory = Memory::default();
+        memory.look();
+        Live {
+            model,
+            plans,
+            seed,
+            verify,
+            phases,
+            buffers,
+            contents: HashMap::new(),
+            digests: HashMap::new(),
+            digest: RunDigest::default(),
+            admitted: None,
+            ahead: None,
+            host: HashMap::new(),
+            steps: 0,
+            padded_steps: 0,
+            verified: Verified::default(),
+            last: StepCost::default(),
+            kernels: std::collections::BTreeMap::new(),
+            memory,
+        }
+    }
+
+    /// What was verified.
+    pub(crate) fn verified(&self) -> &Verified {
+        &self.verified
+    }
+
+    /// The digest over the requests that finished.
+    pub(crate) fn digest(&self) -> RunDigest {
+        self.digest
+    }
+
+    /// The step that ran last.
+    pub(crate) fn last(&self) -> &StepCost {
+        &self.last
+    }
+
+    /// Steps that ran padded in a bucket.
+    pub(crate) fn padded_steps(&self) -> u64 {
+        self.padded_steps
+    }
+
+    /// Which kernels ran, and in how many plans.
+    pub(crate) fn kernels(&self) -> &std::collections::BTreeMap<String, u64> {
+        &self.kernels
+    }
+
+    /// Memory so far.
+    pub(crate) fn memory(&mut self) -> Memory {
+        self.memory.look();
+        self.memory
+    }
+
+    fn caches(&self) -> impl Iterator<Item = (usize, &Arc<PagedKvCache>)> {
+        [Some(&self.model.kv), self.model.context.as_ref()].into_iter().flatten().enumerate()
+    }
+
+    fn id(&self, request: usize) -> &'a RequestId {
+        &self.plans[request].id
+    }
+
+    fn declared(&self, works: &[Work]) -> mstar_core::Step {
+        declare::step(works, self.plans, |request| &self.contents[&request], &self.model.parts)
+    }
+
+    fn note(&mut self, outcome: forward::Outcome) {
+        for (request, hash) in outcome.digests {
+            let digest = self.digests.entry(request).or_default();
+            *digest = digest.wrapping_add(hash);
+        }
+        self.last.rows = outcome.rows;
+        self.last.tokens = outcome.tokens;
+        self.verified.rows += outcome.rows_checked as u64;
+        for verdict in outcome.verdicts {
+            self.verified.checks += 1;
+            self.verified.vectors += verdict.vectors;
+            if verdict.allowed > 0.0 {
+                self.verified.worst = self.verified.worst.max(verdict.error / verdict.allowed);
+            }
+            if let Some(failure) = verdict.failure {
+                self.verified.failed += 1;
+                self.verified.first_failure.get_or_insert(failure);
+            }
+        }
+        for kernel in outcome.kernels {
+            *self.kernels.entry(kernel).or_default() += 1;
+        }
+    }
+}
+
+impl Runtime for Live<'_> {
+    fn impossible(&self, plan: &RequestPlan) -> Option<Refusal> {
+        let own = never_fits(plan, self.model.config(), plan.final_len(), plan.generating(), &Label::main());
+        let context = self.model.context.as_ref().and_then(|cache| {
+            let config = cache.store().config();
+            never_fits(plan, config, plan.context_len, 1, &Label::new(CONTEXT)).map(|reason| (cache, reason))
+        });
+        let own = own.map(|reason| Refusal { resource: self.model.parts.kv.clone(), reason });
+        own.or_else(|| {
+            let (_, reason) = context?;
+            Some(Refusal { resource: self.model.parts.context.clone()?, reason })
+        })
+    }
+
+    fn ingest(&mut self, request: usize) -> anyhow::Result<usize> {
+        let plan = &self.plans[request];
+        let content = Content::of(plan);
+        let prompt = &content.streams[0].tokens[..plan.prompt_len()];
+        let ingest = Ingest { prompts: vec![(Label::main(), prompt.into())], ..Ingest::new(plan.id.clone()) };
+        self.model.engine.ingest(&ingest)?;
+        let hits = self.model.kv.store().ingest_report(&plan.id)?;
+        self.contents.insert(request, content);
+        self.digests.insert(request, 0);
+        Ok(hits.iter().find(|(label, _)| *label == Label::main()).map_or(0, |(_, tokens)| *tokens))
+    }
+
+    fn admit(&mut self, works: &[Work]) -> anyhow::Result<Outcome> {
+        let engine = &self.model.engine;
+        let step = self.declared(works);
+        let bucket = self.model.buckets.pick_for(&step).ok();
+        let admission = match &bucket {
+            Some(bucket) => engine.admit_in(step, bucket)?,
+            None => engine.admit(step)?,
+        };
+        match admission {
+            Admission::Admitted(admitted) => {
+                self.admitted = Some(engine.plan(admitted)?);
+                Ok(Outcome::Admitted)
+            }
+            Admission::NotReady(refusal) => Ok(Outcome::NotReady(refusal)),
+            Admission::Refused(refusal) => Ok(Outcome::Refused(refusal)),
+        }
+    }
+
+    fn preplan(&mut self, works: &[Work]) -> anyhow::Result<bool> {
+        let engine = &self.model.engine;
+        let Some(running) = self.admitted.as_ref().filter(|_| engine.supports_preplan()) else {
+            return Ok(false);
+        };
+        let step = self.declared(works);
+        let admission = match self.model.buckets.pick_for(&step).ok() {
+            Some(bucket) => engine.preplan_in(running, step, &bucket)?,
+            None => engine.preplan(running, step)?,
+        };
+        if let Admission::Admitted(ahead) = admission {
+            self.ahead = Some(ahead);
+        }
+        Ok(self.ahead.is_some())
+    }
+
+    fn promote(&mut self) -> anyhow::Result<bool> {
+        let ahead = self.ahead.take().context("no step was planned ahead")?;
+        let admission = self.model.engine.promote(ahead).map_err(|failed| failed.error)?;
+        if let Admission::Admitted(planned) = admission {
+            self.admitted = Some(planned);
+        }
+        Ok(self.admitted.is_some())
+    }
+
+    fn clear_preplan(&mut self) -> anyhow::Result<()> {
+        if let Some(ahead) = self.ahead.take() {
+            self.model.engine.clear(ahead);
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, works: &[Work]) -> anyhow::Result<()> {
+        let planned = self.admitted.take().context("no step was admitted")?;
+        let padded = planned.lease().is_some();
+        self.last = StepCost { walk: declare::walk(works), padded, ..StepCost::default() };
+        self.padded_steps += u64::from(padded);
+        let scene = Scene {
+            plans: self.plans,
+            contents: &self.contents,
+            seed: self.seed,
+            verify: self.verify,
+            step: self.steps,
+            phases: &self.phases,
+        };
+        let outcome = forward::run(self.model, &mut self.buffers, &planned, works, &scene)?;
+        self.model.engine.commit(planned)?;
+        self.note(outcome);
+        self.steps += 1;
+        if self.steps.is_multiple_of(LOOK_EVERY) {
+            self.memory.look();
+        }
+        Ok(())
+    }
+
+    fn held_pages(&self, request: usize) -> usize {
+        let id = self.id(request);
+        self.caches().map(|(_, cache)| cache.store().pages_held(id).unwrap_or(0)).sum()
+    }
+
+    fn offload(&mut self, request: usize) -> anyhow::Result<Option<usize>> {
+        let id = self.id(request);
+        let on_host: usize = self.host.values().flatten().sum();
+        if on_host + self.held_pages(request) > self.model.host_pages {
+            return Ok(None);
+        }
+        let mut moved = [0; 2];
+        for (index, cache) in self.caches() {
+            let store = cache.store();
+            let before = store.stats().offloaded_bytes;
+            let started = std::time::Instant::now();
+            moved[index] = store.offload(id)?;
+            let bytes = store.stats().offloaded_bytes - before;
+            let work = Least { bytes_read: bytes, bytes_written: bytes, ..Least::default() };
+            self.phases.add("offload", cache_name(cache), started.elapsed(), work);
+        }
+        self.host.insert(request, moved);
+        Ok(Some(moved.iter().sum()))
+    }
+
+    fn reload(&mut self, request: usize, spare: usize) -> anyhow::Result<Option<usize>> {
+        let id = self.id(request);
+        let moved = self.host.get(&request).copied().unwrap_or_default();
+        for (index, cache) in self.caches() {
+            let stats = cache.store().stats();
+            if moved[index] + spare > stats.pages_free + stats.pages_evictable {
+                return Ok(None);
+            }
+        }
+        for (index, cache) in self.caches() {
+            let store = cache.store();
+            let started = std::time::Instant::now();
+            match store.reload(id)? {
+                Outcome::Admitted => {}
+                Outcome::NotReady(why) | Outcome::Refused(why) => {
+                    anyhow::bail!("request {id} was counted to fit and does not: {why} (a bug of mstar's)")
+                }
+            }
+            let bytes = (moved[index] * store.config().page_bytes()?) as u64;
+            let work = Least { bytes_read: bytes, bytes_written: bytes, ..Least::default() };
+            self.phases.add("reload", cache_name(cache), started.elapsed(), work);
+        }
+        self.host.remove(&request);
+        Ok(Some(moved.iter().sum()))
+    }
+
+    fn remove(&mut self, request: usize, finished: bool) -> anyhow::Result<()> {
+        self.model.engine.remove(self.id(request))?;
+        self.contents.remove(&request);
+        let digest = self.digests.remove(&request).unwrap_or(0);
+        if finished {
+            self.digest.add(self.id(request).as_str(), digest);
+        }
+        Ok(())
+    }
+
+    fn page_size(&self) -> usize {
+        self.model.config().page_size
+    }
+
+    fn drain_events(&mut self) -> Vec<Event> {
+        let events = self.model.kv.store().drain_events().into_iter();
+        let kept = events.filter_map(|event| match event {
+            KvEvent::Indexed { entry, request, label, ordinal } => {
+                Some(Event::Index { step: 0, entry, request, label, ordinal })
+            }
+            KvEvent::Evicted { entry } => Some(Event::Evict { step: 0, entry }),
+            _ => None,
+        });
+        kept.collect()
+    }
+}
+
+fn cache_name(cache: &PagedKvCache) -> &str {
+    mstar_core::Resource::name(cache).as_str()
+}
+
+/// Why streams of `len` tokens can never be held, whatever else leaves: too long, or more pages than there are.
+fn never_fits(
+    plan: &RequestPlan,
+    config: &KvConfig,
+    len: usize,
+    generating: usize,
+    label: &Label,
+) -> Option<RefusalReason> {
+    let request = plan.id.clone();
+    if len > config.max_seq_len {
+        let max_seq_len = config.max_seq_len;
+        return Some(RefusalReason::SequenceTooLong {
+            request,
+            label: label.clone(),
+            tokens: len,
+            max_seq_len,
+        });
+    }
+    // With retention the pages of a long stream are never all held at once.
+    if config.retention.is_some() {
+        return None;
+    }
+    let forked = !plan.forks.is_empty() && plan.stored_output() > 0 && *label == Label::main();
+    let pages_needed = if forked {
+        // The prompt's whole pages are shared by all forks; `main` keeps its partial last page.
+        let shared = plan.prompt_len() / config.page_size;
+        let own = config.pages_for(len) - shared;
+        config.pages_for(plan.prompt_len()) + generating * own
+    } else {
+        config.pages_for(len)
+    };
+    let pages_short = pages_needed.checked_sub(config.usable_pages()).filter(|&short| short > 0)?;
+    Some(RefusalReason::AllocationFailed { pages_short, pages_needed, request, label: label.clone() })
+}
