@@ -2,10 +2,12 @@
 
 use mstar_core::kv::KvLayout;
 use mstar_core::spec::Spec;
-use mstar_core::spec::workload::WorkloadKind;
 use mstar_kernels::synth::{self, Exact, Kind};
 use mstar_kernels::{Buffer, DType, TensorMut, TensorRef};
 use rayon::prelude::*;
+
+use super::script;
+use super::workload::{Generation, RequestPlan};
 
 /// Tokens that one task generates.
 const TOKENS_A_TASK: usize = 32;
@@ -26,13 +28,13 @@ pub(crate) struct Widths {
 }
 
 impl Widths {
-    /// The widths of a spec; `None` where it has no cache of heads or no workload.
-    pub(crate) fn of(spec: &Spec) -> Option<Widths> {
+    /// The widths of a run; `None` where the spec has no cache of heads or no workload.
+    pub(crate) fn of(spec: &Spec, requests: &[RequestPlan]) -> Option<Widths> {
         let (_, kv) = spec.caches().next()?;
         let KvLayout::Nhd { num_kv_heads, head_dim } = kv.config.layout else { return None };
         let heads = spec.model.rank_heads(spec.world_size).ok()?;
         Some(Widths {
-            tokens: step_tokens(spec)?,
+            tokens: largest_step(spec, requests)?.tokens,
             num_qo_heads: heads.num_qo_heads,
             num_kv_heads,
             head_dim,
@@ -48,27 +50,44 @@ impl Widths {
     }
 }
 
-/// The most query tokens that one plan of a step can have; `None` without a workload.
+/// The largest step that a run of a workload can make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StepShape {
+    /// Rows of one plan.
+    pub(crate) rows: usize,
+    /// Query tokens of one plan.
+    pub(crate) tokens: usize,
+    /// Tokens that one row attends at most.
+    pub(crate) kv_len: usize,
+}
+
+/// The largest step of a run of `requests`; `None` without a workload.
 ///
 /// One step holds at most `chunked_prefill` prompt tokens (or one encoder's context), and beside them one turn of
 /// every active request on each of its streams.
-pub(crate) fn step_tokens(spec: &Spec) -> Option<usize> {
+pub(crate) fn largest_step(spec: &Spec, requests: &[RequestPlan]) -> Option<StepShape> {
     let workload = spec.workload.as_ref()?;
+    let most = |of: &dyn Fn(&RequestPlan) -> usize| requests.iter().map(of).max().unwrap_or(0);
     let longest = spec.caches().map(|(_, kv)| kv.config.max_seq_len).max()?;
-    let mut prefill = workload.chunked_prefill.min(longest);
-    let mut turn = 1;
-    if let WorkloadKind::Synthetic(synthetic) = &workload.kind {
-        if let Some(lengths) = &synthetic.context_len {
-            prefill = prefill.max(lengths.max().min(longest));
-        }
-        let streams = synthetic.forks.as_ref().map_or(1, |forks| forks.labels.len().max(1));
-        let denoise = synthetic.denoise.as_ref().map_or(1, |denoise| denoise.tokens);
-        let tree = synthetic.tree.as_ref().and_then(|tree| tree.nodes()).unwrap_or(1);
-        turn = denoise.max(tree).saturating_mul(streams);
-    }
+    let prefill = workload.chunked_prefill.min(most(&|plan| plan.prompt_len()));
+    let whole = prefill.max(most(&|plan| plan.context_len)).min(longest);
+    let turn = most(&|plan| {
+        let span = match &plan.generation {
+            Generation::Decode => 1,
+            Generation::Denoise { tokens, .. } => *tokens,
+            Generation::Tree { branching } => script::nodes(branching),
+        };
+        span.saturating_mul(plan.generating())
+    });
+    let active = workload.max_batch.max(1).min(requests.len().max(1));
+    let streams = most(&|plan| plan.generating()).max(1);
     let padded = spec.graph.as_ref().and_then(|graph| graph.buckets.last().copied()).unwrap_or(0);
-    let rows = workload.max_batch.max(1).saturating_mul(turn);
-    Some(rows.saturating_add(prefill).max(padded))
+    let kv_len = most(&|plan| plan.final_len().max(plan.context_len)).saturating_add(turn).min(longest);
+    Some(StepShape {
+        rows: active.saturating_mul(streams).max(padded),
+        tokens: active.saturating_mul(turn).saturating_add(whole).max(padded),
+        kv_len,
+    })
 }
 
 /// The memory.

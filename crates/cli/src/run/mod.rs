@@ -113,7 +113,7 @@ fn drive(args: &Arguments, prepared: &Prepared, files: &mut Files) -> anyhow::Re
     let read_limit = limit::read_bandwidth();
     let phases = Arc::new(Phases::default());
     let model = Model::build(spec, prepared.device, &prepared.attentions, &phases)?;
-    let widths = Widths::of(spec).context("run needs a cache of heads (layout: nhd)")?;
+    let widths = Widths::of(spec, &prepared.requests).context("run needs a cache of heads (layout: nhd)")?;
     let mut live =
         Live::new(&model, &prepared.requests, Buffers::new(widths)?, spec.seed, args.verify, phases.clone());
     let limits = Limits {

@@ -7,7 +7,7 @@ use mstar_core::attend::{AttnGeometry, BuildContext};
 use mstar_core::graph::Buckets;
 use mstar_core::kv::{KvConfig, KvLayout, PagedKv, PagedKvCache};
 use mstar_core::resource::EngineOptions;
-use mstar_core::spec::{ResourceKind, Spec};
+use mstar_core::spec::{AttentionSpec, ResourceKind, Spec};
 use mstar_core::{Attention, Engine, Resource, ResourceName};
 use mstar_kernels::{DType, Device};
 
@@ -107,7 +107,7 @@ impl Model {
                     let room = Room {
                         name: resource.name.clone(),
                         attention: built,
-                        shape: shape(&served.geometry, !is_cross)?,
+                        shape: shape(&served.geometry, !is_cross && causal(attention))?,
                         index: own.len() + cross.len(),
                         backend: served.backend.to_owned(),
                     };
@@ -181,6 +181,11 @@ fn claim(
         _ => *part = Some(cache.clone()),
     }
     Ok(())
+}
+
+/// Whether the resource's own options leave it causal, as it is unless said; they were checked by its backend.
+fn causal(attention: &AttentionSpec) -> bool {
+    attention.options.get("causal").and_then(|node| node.scalar()).is_none_or(|scalar| scalar.text != "false")
 }
 
 /// The mathematics of a geometry, for the oracle.

@@ -15,7 +15,8 @@ use mstar_core::{
     Attention, Forward, Ingest, Outcome, PlanId, RequestId, Resource, ResourceName, Result, Step, StepSerial,
 };
 use mstar_kernels::reference::paged;
-use mstar_kernels::{Device, TensorRef};
+use mstar_kernels::reference::paged::{Cache, Options, Paged};
+use mstar_kernels::{Device, TensorMut, TensorRef};
 
 use super::replay::Replayed;
 use super::runtime::Verified;
@@ -141,9 +142,9 @@ impl Attention for Oracle {
         }
         let Softmax { sm_scale, window_left, sinks, .. } = &self.geometry.softmax;
         let (h, width) = (self.geometry.num_qo_heads, k.shape()[3]);
-        let attended = paged::paged(&paged::Paged {
+        let attended = paged(&Paged {
             q: q.as_slice::<f32>().expect("contiguous"),
-            cache: paged::Cache::Split { k: &floats(k), v: &floats(v) },
+            cache: Cache::Split { k: &floats(k), v: &floats(v) },
             qo_indptr: &plan.qo_indptr,
             kv_indptr: &plan.kv_indptr,
             kv_indices: &indices,
@@ -155,13 +156,13 @@ impl Attention for Oracle {
             page_size: k.shape()[1],
             sm_scale: f64::from(*sm_scale),
             causal: true,
-            options: paged::Options {
+            options: Options {
                 window_left: window_left.map_or(-1, |w| w as i64),
                 sinks: sinks.as_ref().map(|sinks| &sinks[forward.layer() * h..][..h]),
                 masks: &masks,
                 kv_offset: &plan.rows.iter().map(|row| row.kv_offset).collect::<Vec<_>>(),
                 page_start: &plan.rows.iter().map(|row| row.page_start).collect::<Vec<_>>(),
-                ..paged::Options::default()
+                ..Options::default()
             },
         })?;
         let o = out.o.as_mut_slice::<f32>().expect("contiguous");
@@ -170,8 +171,8 @@ impl Attention for Oracle {
         lse.iter_mut().zip(attended.lse).for_each(|(lse, x)| *lse = x as f32);
         Ok(())
     }
-    fn select_last_hidden(&self, _: &PlanId) -> Result<Vec<i32>> {
-        Ok(Vec::new())
+    fn select_last_hidden(&self, _: &Forward<'_>, _: TensorRef<'_>, _: TensorMut<'_>) -> Result<()> {
+        Ok(())
     }
     fn qo_indptr_buf(&self, _: &PlanId) -> Result<IndexBuf> {
         IndexBuf::with_capacity(0)
@@ -226,7 +227,7 @@ fn ran(sets: &[&str], wrong: Option<Wrong>) -> Ran {
         .collect();
     let phases = Arc::new(Phases::default());
     let model = Model::build(&spec, Device::Cpu, &served, &phases).unwrap();
-    let buffers = Buffers::new(Widths::of(&spec).unwrap()).unwrap();
+    let buffers = Buffers::new(Widths::of(&spec, &requests).unwrap()).unwrap();
     let mut live = Live::new(&model, &requests, buffers, spec.seed, 1.0, phases.clone());
     let limits = Limits {
         max_batch: workload.max_batch,
