@@ -5,7 +5,6 @@ use std::borrow::Cow;
 use mstar_core::kv::KvPlan;
 use mstar_core::step::{AttentionStep, MaskKeys, RowMask};
 use mstar_core::{Error, ResourceName, Result};
-use mstar_kernels::mutant::planted;
 
 /// Rows and pages of one plan. `R` rows; optional arrays are empty when no row needs them.
 #[derive(Clone, Debug)]
@@ -59,10 +58,6 @@ impl<'a> Arrays<'a> {
             kv_len: plan.rows.iter().map(|row| row.kv_len as i32).collect(),
             ..Arrays::default()
         };
-        if planted("padded-row-writes") {
-            let last = arrays.kv_len.last().copied().unwrap_or(0).max(1);
-            arrays.kv_len.iter_mut().skip(plan.real_rows).for_each(|len| *len = last);
-        }
         if plan.rows.iter().any(|row| row.kv_offset != 0) {
             arrays.kv_offset = plan.rows.iter().map(|row| row.kv_offset as i64).collect();
         }

@@ -164,7 +164,7 @@ fn f20_several_query_tokens_in_a_decode_row_see_each_other_causally() {
 }
 
 #[test]
-fn preplanned_steps_equal_plain_ones_to_the_bit() {
+fn f19_preplanned_steps_equal_plain_ones_to_the_bit() {
     let rows = [("a", 1), ("b", 1)];
     let plain = Rig::new(4, 64);
     let ahead = Rig::new(4, 64);
@@ -443,5 +443,201 @@ fn a_cache_that_forgets_what_the_window_sees_is_refused() {
     for window in [Some(9), None] {
         let said = build(window).unwrap_err().to_string();
         assert!(said.contains("window_left") && said.contains("last 8 tokens"), "{said}");
+    }
+}
+
+#[test]
+fn one_thread_and_two_give_the_same_bits() {
+    let run = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| {
+            let rig = Rig::new(16, 400);
+            rig.ingest(&["a", "b", "c"]);
+            let mut out = rig.step(&[("a", 3000), ("b", 40), ("c", 1)], None);
+            for _ in 0..2 {
+                out.extend(rig.step(&[("a", 1), ("b", 3), ("c", 1)], None));
+            }
+            out
+        })
+    };
+    let (one, two) = (run(1), run(2));
+    assert!(one.len() == 9 && one.iter().zip(&two).all(|(a, b)| a.same_bits(b)));
+}
+
+#[test]
+fn retention_changes_no_bit_of_a_windowed_row() {
+    let softmax = Softmax { window_left: Some(37), ..Softmax::scaled(0.25) };
+    let build = |retention| {
+        let config = mstar_core::kv::KvConfig { retention, ..rig::config(4, 64) };
+        let rig = Rig::with(config, softmax.clone(), PagedOptions::default(), true);
+        rig.ingest(&["a", "b"]);
+        rig
+    };
+    let (all, some) = (build(None), build(Some(37)));
+    for rows in [[("a", 60), ("b", 5)], [("a", 1), ("b", 40)], [("a", 5), ("b", 1)], [("a", 1), ("b", 1)]] {
+        let (want, got) = (all.step(&rows, None), some.step(&rows, None));
+        assert!(want.iter().zip(&got).all(|(a, b)| a.same_bits(b)), "{rows:?}");
+    }
+    let (all, some) = (all.kv.store().stats().pages_held, some.kv.store().stats().pages_held);
+    assert!(some < all, "pages were given back: {some} of {all}");
+}
+
+#[test]
+fn a_request_that_was_offloaded_comes_back_with_the_same_bits() {
+    let (stayed, moved) = (Rig::new(4, 32), Rig::new(4, 32));
+    for rig in [&stayed, &moved] {
+        rig.ingest(&["a", "b"]);
+        rig.step(&[("a", 21), ("b", 6)], None);
+    }
+    moved.kv.store().offload(&"a".into()).unwrap();
+    let refused = moved.engine.admit(step(&[("a", 1)])).unwrap().admitted().unwrap_err();
+    assert_eq!(refused.resource.as_str(), "kv");
+    // Somebody else takes the pages that were given back.
+    moved.ingest(&["c"]);
+    moved.step(&[("c", 30)], None);
+    moved.engine.remove(&"c".into()).unwrap();
+    let reloaded = moved.kv.store().reload(&"a".into()).unwrap();
+    assert_eq!(reloaded, mstar_core::Outcome::Admitted);
+    let rows = [("a", 1), ("b", 1)];
+    let (want, got) = (stayed.step(&rows, None), moved.step(&rows, None));
+    assert!(want.iter().zip(&got).all(|(a, b)| a.same_bits(b)));
+}
+
+#[test]
+fn every_bucket_warms_up_on_a_pool_smaller_than_its_rows_and_leaves_nothing() {
+    use mstar_core::graph::{Buckets, warm_up};
+    for preplan in [true, false] {
+        let rig = Rig::with(rig::config(4, 10), Softmax::scaled(0.25), PagedOptions::default(), preplan);
+        rig.ingest(&["a"]);
+        rig.step(&[("a", 6)], None);
+        let before = rig.kv.store().stats().pages_free;
+        let buckets = Buckets::decode("decode", &[1, 8, 64]);
+        let declare = |_: &mstar_core::graph::Bucket, rows: &[(mstar_core::RequestId, usize)]| {
+            step(&rows.iter().map(|(id, q_len)| (id.as_str(), *q_len)).collect::<Vec<_>>())
+        };
+        let mut ran = 0;
+        warm_up(&rig.engine, &buckets, declare, |planned| {
+            rig.forward(planned, "main");
+            ran += 1;
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(ran, 6);
+        rig.engine.post_warmup_validate().unwrap();
+        assert_eq!(rig.kv.store().stats().pages_free, before);
+        let out = rig.step(&[("a", 1)], Some(PaddedShape { rows: 8, tokens: 8 }));
+        let (o, _) = rig.oracle("a", 1, 7, 0);
+        assert!(close(&out[0].layers[0].0, &o));
+    }
+}
+
+/// A small generator of test decisions; the same for a seed everywhere.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % n
+    }
+}
+
+/// What the cache should hold, and nothing else: lengths.
+#[derive(Clone, Default)]
+struct Model(std::collections::BTreeMap<&'static str, usize>);
+
+impl Model {
+    fn check(&self, rig: &Rig, rows: &[(&str, usize)], out: &[RowOut], said: &str) {
+        for (&(name, span), row) in rows.iter().zip(out) {
+            let end = self.0[name] + span;
+            for layer in 0..L {
+                let (o, lse) = rig.oracle(name, span, end, layer);
+                let got = &row.layers[layer];
+                assert!(close(&got.0, &o) && close(&got.1, &lse), "{said}: {name} {span} of {end}");
+            }
+        }
+    }
+
+    fn grow(&mut self, rows: &[(&'static str, usize)]) {
+        for (name, span) in rows {
+            *self.0.get_mut(name).unwrap() += span;
+        }
+    }
+}
+
+#[test]
+fn random_lives_of_steps_always_attend_what_was_kept() {
+    const NAMES: [&str; 5] = ["a", "b", "c", "d", "e"];
+    for seed in 0..6 {
+        let mut dice = Dice(seed);
+        let page_size = [1, 3, 4, 16][dice.below(4)];
+        let pages = 3000 / page_size + 60;
+        let rig = Rig::new(page_size, pages);
+        let mut model = Model::default();
+        rig.ingest(&NAMES);
+        for name in NAMES {
+            model.0.insert(name, 0);
+        }
+        for turn in 0..60 {
+            let draw = |dice: &mut Dice| -> Vec<(&'static str, usize)> {
+                let first = dice.below(5);
+                let mut rows = vec![];
+                for (index, name) in NAMES.into_iter().enumerate() {
+                    if index == first || dice.below(2) == 0 {
+                        rows.push((name, [1, 1, 1, 0, 2, 7, 19][dice.below(7)]));
+                    }
+                }
+                rows
+            };
+            let rows = draw(&mut dice);
+            let tokens: usize = rows.iter().map(|row| row.1).sum();
+            let bucket =
+                (dice.below(2) == 0).then(|| PaddedShape { rows: 8, tokens: tokens + dice.below(9) });
+            let said = format!("seed {seed} turn {turn} {rows:?} {bucket:?}");
+            let before = rig.kv.store().stats().pages_free;
+            let running = rig.planned(step(&rows), bucket);
+            match dice.below(6) {
+                0 => {
+                    rig.engine.abort(running);
+                    assert_eq!(rig.kv.store().stats().pages_free, before, "{said}: abort");
+                }
+                1 | 2 => {
+                    let next = draw(&mut dice);
+                    let ahead = rig.engine.preplan(&running, step(&next)).unwrap().admitted().unwrap();
+                    let out = rig.forward(&running, "main");
+                    model.check(&rig, &rows, &out, &said);
+                    rig.engine.commit(running).unwrap();
+                    model.grow(&rows);
+                    if dice.below(3) == 0 {
+                        rig.engine.clear(ahead);
+                    } else {
+                        let now = rig.engine.promote(ahead).unwrap().admitted().unwrap();
+                        let out = rig.forward(&now, "main");
+                        model.check(&rig, &next, &out, &format!("{said} then {next:?}"));
+                        rig.engine.commit(now).unwrap();
+                        model.grow(&next);
+                    }
+                }
+                _ => {
+                    let out = rig.forward(&running, "main");
+                    model.check(&rig, &rows, &out, &said);
+                    rig.engine.commit(running).unwrap();
+                    model.grow(&rows);
+                }
+            }
+            if dice.below(12) == 0 {
+                let name = NAMES[dice.below(5)];
+                if dice.below(2) == 0 {
+                    rig.engine.reset(&name.into(), true).unwrap();
+                } else {
+                    rig.engine.remove(&name.into()).unwrap();
+                    rig.ingest(&[name]);
+                }
+                model.0.insert(name, 0);
+            }
+        }
+        NAMES.iter().for_each(|name| rig.engine.remove(&(*name).into()).unwrap());
+        let stats = rig.kv.store().stats();
+        assert_eq!(stats.pages_free, pages - 1, "seed {seed}: every page but the sink is free at the end");
+        rig.kv.store().check().unwrap();
     }
 }

@@ -3,13 +3,14 @@
 //! On a device this is where graphs are captured; on the CPU the same padded forwards run as they are, so that
 //! whatever grows has grown and whatever cannot run is known before the first request.
 
-use super::{Bucket, Buckets, padded_q_lens};
-use crate::resource::{PaddedShape, PlannedStep};
+use super::{Bucket, Buckets};
+use crate::resource::PlannedStep;
 use crate::{Engine, Error, RequestId, Result, Slot, Step};
 
 /// Sizes every resource's buffers for every bucket, then takes each bucket through one step of dummy requests in each
-/// slot: `declare` says what the step is, given the bucket's rows as (request, query tokens); `run` is the forward,
-/// whole or region after region under the one lease. Every such step is aborted and every dummy removed;
+/// slot: `declare` says what the step is, given its rows as (request, query tokens); `run` is the forward, whole or region
+/// after region under the one lease. A bucket of several rows is warmed up by one row without tokens and padding for the
+/// rest, which takes no page whatever the pool's size; a bucket of one row by a row of all its tokens. Every such step is aborted and every dummy removed;
 /// [`Engine::post_warmup_validate`] has the last word.
 ///
 /// # Errors
@@ -21,8 +22,7 @@ pub fn warm_up(
     mut run: impl FnMut(&PlannedStep) -> Result<()>,
 ) -> Result<()> {
     engine.build_accelerator_graph_buffers(buckets.iter())?;
-    let rows = buckets.iter().map(|bucket| bucket.shape.rows).max().unwrap_or(0);
-    let dummies = engine.ingest_dummies(rows)?;
+    let dummies = engine.ingest_dummies(1)?;
     let mut outcome = Ok(());
     for bucket in buckets.iter() {
         outcome = outcome.and_then(|()| warm_bucket(engine, &bucket, &dummies, &declare, &mut run));
@@ -41,9 +41,8 @@ fn warm_bucket(
     declare: impl Fn(&Bucket, &[(RequestId, usize)]) -> Step,
     run: &mut impl FnMut(&PlannedStep) -> Result<()>,
 ) -> Result<()> {
-    let q_lens = padded_q_lens(bucket.shape, PaddedShape { rows: 0, tokens: 0 })
-        .ok_or_else(|| refused(bucket, "tokens and no row to hold them"))?;
-    let rows: Vec<(RequestId, usize)> = dummies.iter().cloned().zip(q_lens).collect();
+    let q_len = if bucket.shape.rows == 1 { bucket.shape.tokens } else { 0 };
+    let rows: Vec<(RequestId, usize)> = dummies.iter().map(|id| (id.clone(), q_len)).collect();
     for slot in 0..engine.slots() {
         let step = declare(bucket, &rows);
         let admission = engine.admit_in_slot(step, bucket, Slot(slot))?;

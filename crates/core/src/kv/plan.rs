@@ -4,6 +4,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use mstar_kernels::mutant::planted;
+
 use super::PageId;
 use super::stream::Stream;
 use crate::resource::PaddedShape;
@@ -144,7 +146,8 @@ impl KvPlan {
         for i in 0..padded {
             let left = shape.tokens - self.slots.len();
             let q_len = left.div_ceil(padded - i);
-            self.slots.resize(self.slots.len() + q_len, -1);
+            let nowhere = if planted("padded-row-writes") { 0 } else { -1 };
+            self.slots.resize(self.slots.len() + q_len, nowhere);
             self.positions.resize(self.slots.len(), -1);
             self.rows.push(KvRow {
                 request: RequestId::dummy(rows + i),
