@@ -280,7 +280,7 @@ pub(super) fn as_json(p: &Prepared) -> String {
         .lines
         .iter()
         .map(
-            |line| json!({ "what": line.what, "how": line.how, "bytes": line.bytes as u64, "key": line.key }),
+            |line| json!({ "what": line.what, "how": line.how, "bytes": line.bytes as u64, "at_most": line.at_most, "key": line.key }),
         )
         .collect();
     let value = json!({
