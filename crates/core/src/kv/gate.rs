@@ -1,48 +1,162 @@
-//! The door between a step's bookkeeping and its memory: copies come first, writes one after the other, and
-//! nothing is written once the step has ended.
+//! The door between a step's bookkeeping and its memory: copies come first, two writes never meet, and nothing
+//! is written once the step has ended.
 #![forbid(unsafe_code)]
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::PageId;
 use super::memory::KvMemory;
 
-/// One step's door. Its lock is held over copies and writes; the store's lock never is.
+/// What a write covers, among all writes of a step: a plan, a layer, a plane. Two of one step that differ in any
+/// of them touch different slots or different memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Extent {
+    /// The plan's address: a step's plans list different slots.
+    pub(super) plan: usize,
+    pub(super) layer: usize,
+    /// 0 for keys, values or latents; else one past the further plane's index.
+    pub(super) plane: usize,
+}
+
+/// One step's door. No lock is held while a write runs, so that a write may use the caller's thread pool.
 #[derive(Debug, Default)]
-pub(super) struct Gate(Mutex<State>);
+pub(super) struct Gate {
+    state: Mutex<State>,
+    left: Condvar,
+}
 
 #[derive(Debug, Default)]
 struct State {
     copies: Vec<(PageId, PageId)>,
+    inside: Vec<Extent>,
     closed: bool,
 }
 
-/// The step has been committed or rolled back meanwhile.
+/// Why nobody was let in.
 #[derive(Debug)]
-pub(super) struct Closed;
+pub(super) enum Barred {
+    /// The step has been committed or rolled back meanwhile.
+    Closed,
+    /// The same write runs already, on another thread.
+    Busy,
+}
+
+/// Leaves the gate when dropped, however the write ends.
+struct Inside<'a>(&'a Gate, Extent);
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        if let Some(at) = state.inside.iter().position(|extent| *extent == self.1) {
+            state.inside.swap_remove(at);
+        }
+        self.0.left.notify_all();
+    }
+}
 
 impl Gate {
-    /// Pages to copy, from and to, before anything is written or read.
-    pub(super) fn record(&self, copies: Vec<(PageId, PageId)>) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).copies = copies;
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes the copies that are left, then does `write` while no other write of the step runs.
+    /// Pages to copy, from and to, before anything is written or read.
+    pub(super) fn record(&self, copies: Vec<(PageId, PageId)>) {
+        self.lock().copies = copies;
+    }
+
+    /// Makes the copies that are left. Whoever comes meanwhile waits for them.
     ///
     /// The caller has seen that the step's turn has come: whoever wrote the source pages before has finished.
-    pub(super) fn pass<T>(&self, memory: &KvMemory, write: impl FnOnce() -> T) -> Result<T, Closed> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(super) fn copy(&self, memory: &KvMemory) -> Result<(), Barred> {
+        self.copied(memory).map(|_| ())
+    }
+
+    fn copied(&self, memory: &KvMemory) -> Result<MutexGuard<'_, State>, Barred> {
+        let mut state = self.lock();
         if state.closed {
-            return Err(Closed);
+            return Err(Barred::Closed);
         }
         for (from, to) in state.copies.drain(..) {
             memory.copy_page(from, to);
         }
+        Ok(state)
+    }
+
+    /// Makes the copies that are left, then writes; refuses a second write of the same extent meanwhile.
+    pub(super) fn pass<T>(
+        &self,
+        memory: &KvMemory,
+        extent: Extent,
+        write: impl FnOnce() -> T,
+    ) -> Result<T, Barred> {
+        let mut state = self.copied(memory)?;
+        if state.inside.contains(&extent) {
+            return Err(Barred::Busy);
+        }
+        state.inside.push(extent);
+        drop(state);
+        let _inside = Inside(self, extent);
         Ok(write())
     }
 
     /// Lets nobody in any more, and returns when whoever is in has left.
     pub(super) fn close(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).closed = true;
+        let mut state = self.lock();
+        state.closed = true;
+        while !state.inside.is_empty() {
+            state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use mstar_kernels::DType;
+
+    use super::*;
+    use crate::kv::{KvConfig, KvLayout};
+
+    fn extent(layer: usize) -> Extent {
+        Extent { plan: 1, layer, plane: 0 }
+    }
+
+    #[test]
+    fn writes_that_differ_run_at_once_and_the_end_waits_for_them() {
+        let layout = KvLayout::Mla { kv_lora_rank: 1, qk_rope_head_dim: 0 };
+        let memory = KvMemory::new(&KvConfig::new(layout, DType::F32, 1, 2)).unwrap();
+        let (gate, both, written) = (Gate::default(), Barrier::new(2), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let other = || gate.pass(&memory, extent(0), || ()).is_ok();
+                gate.pass(&memory, extent(1), || {
+                    assert!(other()); // another layer, inside the first one's write
+                    assert!(matches!(gate.pass(&memory, extent(1), || ()), Err(Barred::Busy)));
+                    both.wait();
+                    std::thread::sleep(std::time::Duration::from_millis(5));
+                    written.store(true, Ordering::SeqCst);
+                })
+                .unwrap();
+            });
+            both.wait();
+            gate.close();
+            assert!(written.load(Ordering::SeqCst));
+        });
+        assert!(matches!(gate.pass(&memory, extent(0), || ()), Err(Barred::Closed)));
+        assert!(matches!(gate.copy(&memory), Err(Barred::Closed)));
+    }
+
+    #[test]
+    fn a_write_that_panics_has_left() {
+        let layout = KvLayout::Mla { kv_lora_rank: 1, qk_rope_head_dim: 0 };
+        let memory = KvMemory::new(&KvConfig::new(layout, DType::F32, 1, 2)).unwrap();
+        let gate = Gate::default();
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _ = gate.pass(&memory, extent(0), || panic!("a kernel's assertion"));
+        }));
+        assert!(panicked.is_err());
+        gate.close();
     }
 }

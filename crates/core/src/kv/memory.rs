@@ -7,7 +7,8 @@
 
 use std::ptr::NonNull;
 
-use mstar_kernels::{Buffer, DType, Device, Error as KernelError, TensorRef};
+use mstar_kernels::cpu::scatter::scatter;
+use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef};
 
 use super::{KvConfig, KvEntries, KvLayout, LayerView};
 use crate::Result;
@@ -45,17 +46,6 @@ unsafe impl Send for Plane {}
 // SAFETY: reads and writes through `base` are kept apart by the store: a slot has one writer, the step that
 // reserved it, and is listed for readers only in plans that come after the write.
 unsafe impl Sync for Plane {}
-
-/// Where the elements of a scattered tensor land in each token's place.
-#[derive(Clone, Copy)]
-struct Column {
-    /// Elements from the start of the page's block to token 0's part.
-    part: usize,
-    /// Elements between neighbouring tokens.
-    row: usize,
-    /// Elements into the token's row.
-    col: usize,
-}
 
 /// Pages of a request on the host, as blocks in page order.
 #[derive(Debug)]
@@ -111,7 +101,8 @@ impl KvMemory {
         Ok(())
     }
 
-    fn plane_index(&self, name: &str) -> Result<usize> {
+    /// The index of a further plane, from 1.
+    pub(super) fn plane_index(&self, name: &str) -> Result<usize> {
         match self.planes[1..].iter().position(|p| p.name == name) {
             Some(i) => Ok(i + 1),
             None => {
@@ -176,44 +167,65 @@ impl KvMemory {
         self.view(plane, layer, 0, &[self.pages, self.page_size, plane.width])
     }
 
-    /// Refuses slots that are neither -1 nor inside the cache, before anything is written.
-    fn check_slots(&self, slots: &[i64]) -> Result<()> {
-        let end = (self.pages as i64).saturating_mul(self.page_size as i64);
-        match slots.iter().position(|&slot| slot < -1 || slot >= end) {
-            None => Ok(()),
-            Some(index) => {
-                let why = format!("must be -1 (write nothing) or below P * S = {end}");
-                Err(KernelError::Index { array: "slots", index, got: slots[index], why }.into())
-            }
+    /// As [`KvMemory::view`], to write to.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes the elements that are written through the view, while it lives.
+    unsafe fn view_mut(
+        &self,
+        plane: &Plane,
+        layer: usize,
+        part: usize,
+        shape: &[usize],
+    ) -> Result<TensorMut<'_>> {
+        let view = self.view(plane, layer, part, shape)?;
+        // SAFETY: the view lies inside the plane's buffer, which outlives it and is writable through `base`;
+        // a page's tokens do not overlap; that nobody else touches what is written is the caller's promise.
+        unsafe {
+            let first = view.as_ptr().cast_mut();
+            Ok(TensorMut::from_raw_parts(first, Device::Cpu, plane.dtype, view.shape(), view.strides())?)
         }
     }
 
-    /// Writes one layer's entries, token `t` to `slots[t]`; -1 writes nothing. Tokens are written in order, so
-    /// of two with the same slot the later stays; plans never name a slot twice.
+    /// Writes one layer's entries, token `t` to `slots[t]`; -1 writes nothing. All is checked before anything is
+    /// written.
     ///
-    /// The caller is the only writer of these slots while this runs, and nobody reads them.
-    pub(super) fn write(&self, layer: usize, slots: &[i64], entries: KvEntries<'_>) -> Result<()> {
+    /// The caller is the only writer of these slots while this runs, and nobody reads them: the slots are those of
+    /// a plan, whose step is outstanding and in whose gate the caller is.
+    pub(super) fn write(
+        &self,
+        layer: usize,
+        slots: &[i64],
+        entries: KvEntries<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
         self.check_layer(layer)?;
-        self.check_slots(slots)?;
-        let (t, plane) = (slots.len(), &self.planes[0]);
+        let (t, p, s, plane) = (slots.len(), self.pages, self.page_size, &self.planes[0]);
         let dtype = Some(plane.dtype);
         match (self.layout, entries) {
             (KvLayout::Nhd { num_kv_heads: g, head_dim: d }, KvEntries::Nhd { k, v }) => {
                 let extents = [Some(t), Some(g), Some(d)];
                 k.expect("k", "[T, G, D]", &extents, dtype, Device::Cpu)?;
                 v.expect("v", "[T, G, D]", &extents, dtype, Device::Cpu)?;
-                let row = g * d;
-                self.scatter(plane, layer, slots, Column { part: 0, row, col: 0 }, k);
-                self.scatter(plane, layer, slots, Column { part: self.page_size * row, row, col: 0 }, v);
-                Ok(())
+                // SAFETY: keys and values are different parts of a page, and the slots are the caller's alone.
+                let (to_k, to_v) = unsafe {
+                    let k = self.view_mut(plane, layer, 0, &[p, s, g, d])?;
+                    (k, self.view_mut(plane, layer, s * g * d, &[p, s, g, d])?)
+                };
+                scatter(stream, slots, k, to_k)?;
+                Ok(scatter(stream, slots, v, to_v)?)
             }
             (KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e }, KvEntries::Mla { ckv, kpe }) => {
                 ckv.expect("ckv", "[T, C]", &[Some(t), Some(c)], dtype, Device::Cpu)?;
                 kpe.expect("kpe", "[T, E]", &[Some(t), Some(e)], dtype, Device::Cpu)?;
-                let row = c + e;
-                self.scatter(plane, layer, slots, Column { part: 0, row, col: 0 }, ckv);
-                self.scatter(plane, layer, slots, Column { part: 0, row, col: c }, kpe);
-                Ok(())
+                // SAFETY: the two are different columns of a token, and the slots are the caller's alone.
+                let (to_ckv, to_kpe) = unsafe {
+                    let whole = [p, s, c + e];
+                    let ckv = self.view_mut(plane, layer, 0, &whole)?.narrow(2, 0, c)?;
+                    (ckv, self.view_mut(plane, layer, 0, &whole)?.narrow(2, c, e)?)
+                };
+                scatter(stream, slots, ckv, to_ckv)?;
+                if e == 0 { Ok(()) } else { Ok(scatter(stream, slots, kpe, to_kpe)?) }
             }
             (layout, entries) => {
                 let got = match entries {
@@ -229,52 +241,19 @@ impl KvMemory {
     /// Writes one layer's entries `[T, width]` of a further plane; otherwise as [`KvMemory::write`].
     pub(super) fn write_plane(
         &self,
-        name: &str,
+        plane: usize,
         layer: usize,
         slots: &[i64],
         entries: TensorRef<'_>,
+        stream: &Stream,
     ) -> Result<()> {
         self.check_layer(layer)?;
-        self.check_slots(slots)?;
-        let plane = &self.planes[self.plane_index(name)?];
+        let plane = &self.planes[plane];
         let extents = [Some(slots.len()), Some(plane.width)];
         entries.expect("plane", "[T, width]", &extents, Some(plane.dtype), Device::Cpu)?;
-        self.scatter(plane, layer, slots, Column { part: 0, row: plane.width, col: 0 }, entries);
-        Ok(())
-    }
-
-    /// Copies `src` `[T, ..]` (one or two inner axes) to the slots' places. All arguments are checked.
-    fn scatter(&self, plane: &Plane, layer: usize, slots: &[i64], to: Column, src: TensorRef<'_>) {
-        let size = plane.dtype.size();
-        let (heads, width) = match *src.shape() {
-            [_, width] => (1, width),
-            [_, heads, width] => (heads, width),
-            _ => unreachable!("`expect` held the rank to 2 or 3"),
-        };
-        let token_stride = src.strides()[0];
-        let head_stride = if src.rank() == 3 { src.strides()[1] } else { width };
-        // One run a token where the heads are packed, else one a head.
-        let (runs, run) =
-            if head_stride == width || heads == 1 { (1, heads * width) } else { (heads, width) };
-        if run == 0 {
-            return;
-        }
-        for (t, &slot) in slots.iter().enumerate() {
-            let Ok(slot) = usize::try_from(slot) else { continue }; // -1 writes nothing
-            let (page, at) = (slot / self.page_size, slot % self.page_size);
-            let dst = self.block(plane, layer, page) + (to.part + at * to.row + to.col) * size;
-            for i in 0..runs {
-                // SAFETY: `check_slots` held the page inside the plane, and `part + (S - 1) * row + col + heads *
-                // width` is at most a page's block; the source is a view that `expect` held to `[T, heads, width]`
-                // with a contiguous last axis. `copy` allows a source that lies in the cache itself. The store
-                // gives a slot to one writer at a time.
-                unsafe {
-                    let from = src.as_ptr().add((t * token_stride + i * head_stride) * size);
-                    let into = self.planes_base(plane).add(dst + i * run * size);
-                    std::ptr::copy(from, into, run * size);
-                }
-            }
-        }
+        // SAFETY: the slots are the caller's alone.
+        let to = unsafe { self.view_mut(plane, layer, 0, &[self.pages, self.page_size, plane.width])? };
+        Ok(scatter(stream, slots, entries, to)?)
     }
 
     /// Copies whole pages, every plane and layer: a fork's partial last page, made writable.
@@ -370,7 +349,7 @@ mod tests {
         let fused: Vec<f32> = (0..2 * 20).map(|i| i as f32).collect(); // two tokens of [k 8 | v 8 | 4 more]
         let k = TensorRef::from_slice_strided(&fused, &[2, 2, 4], &[20, 4, 1]).unwrap();
         let v = TensorRef::from_slice_strided(&fused[8..], &[2, 2, 4], &[20, 4, 1]).unwrap();
-        memory.write(1, &[5, -1], KvEntries::Nhd { k, v }).unwrap();
+        memory.write(1, &[5, -1], KvEntries::Nhd { k, v }, &Stream::cpu()).unwrap();
         let LayerView::Nhd { k, v } = memory.layer(1).unwrap() else { panic!() };
         let row = |t: TensorRef<'_>| {
             let page = t.select(0, 2).unwrap().select(0, 1).unwrap();
@@ -394,10 +373,10 @@ mod tests {
             t.as_slice::<f32>().unwrap().to_vec()
         };
         for slots in [[2, 3, 8], [2, 3, -2], [2, 3, i64::MAX], [2, 3, i64::MIN]] {
-            assert!(memory.write(0, &slots, KvEntries::Nhd { k: x, v: x }).is_err());
+            assert!(memory.write(0, &slots, KvEntries::Nhd { k: x, v: x }, &Stream::cpu()).is_err());
             assert_eq!(all(&memory), [0.0; 256]);
         }
-        memory.write(0, &[2, -1, -1], KvEntries::Nhd { k: x, v: x }).unwrap();
+        memory.write(0, &[2, -1, -1], KvEntries::Nhd { k: x, v: x }, &Stream::cpu()).unwrap();
         assert_eq!(all(&memory).iter().sum::<f32>(), 16.0);
     }
 
@@ -407,10 +386,10 @@ mod tests {
         for layer in 0..2u8 {
             let ones = [f32::from(layer + 1); 16];
             let x = TensorRef::from_slice(&ones, &[2, 2, 4]).unwrap();
-            memory.write(layer.into(), &[2, 3], KvEntries::Nhd { k: x, v: x }).unwrap();
+            memory.write(layer.into(), &[2, 3], KvEntries::Nhd { k: x, v: x }, &Stream::cpu()).unwrap();
             let scales = [layer + 7; 6];
             let scales = TensorRef::from_slice(&scales, &[2, 3]).unwrap();
-            memory.write_plane("scales", layer.into(), &[2, 3], scales).unwrap();
+            memory.write_plane(1, layer.into(), &[2, 3], scales, &Stream::cpu()).unwrap();
         }
         memory.copy_page(1, 2);
         let host = memory.save(&[2]).unwrap();

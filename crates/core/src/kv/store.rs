@@ -8,9 +8,9 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use mstar_kernels::{Device, Error as KernelError, Stream, TensorRef};
+use mstar_kernels::{Stream, TensorRef};
 
-use super::gate::Closed;
+use super::gate::{Barred, Extent, Gate};
 use super::ledger::{Ledger, Place};
 use super::memory::KvMemory;
 use super::offload::Reload;
@@ -151,24 +151,19 @@ impl PagedStore {
     /// # Errors
     /// A step that is not outstanding, or not promoted.
     pub fn prepare(&self, serial: StepSerial) -> Result<()> {
-        self.enter(serial, || Ok(()))
+        self.gate(serial)?.copy(&self.memory).map_err(|barred| barred_from(serial, &barred))
     }
 
-    /// Runs `write` inside the step's gate.
-    fn enter(&self, serial: StepSerial, write: impl FnOnce() -> Result<()>) -> Result<()> {
-        let ended = || Error::Order {
-            call: "write",
-            why: format!("step {serial} is not outstanding; admit and plan it first"),
-        };
-        let gate = match self.ledger().step(serial) {
-            None => return Err(ended()),
+    /// The gate of a step whose turn has come.
+    fn gate(&self, serial: StepSerial) -> Result<Arc<Gate>> {
+        match self.ledger().step(serial) {
+            None => Err(barred_from(serial, &Barred::Closed)),
             Some(step) if step.ahead => {
                 let why = format!("step {serial} was planned ahead; promote it first");
-                return Err(Error::Order { call: "write", why });
+                Err(Error::Order { call: "write", why })
             }
-            Some(step) => step.gate.clone(),
-        };
-        gate.pass(&self.memory, write).unwrap_or_else(|Closed| Err(ended()))
+            Some(step) => Ok(step.gate.clone()),
+        }
     }
 
     /// Whether a step planned ahead still stands. A stale one is to be rolled back, admitted and planned anew.
@@ -195,7 +190,7 @@ impl PagedStore {
             ledger.step(serial).expect("the check found it").gate.clone()
         };
         // A step that wrote nothing still keeps its forks' content.
-        if gate.pass(&self.memory, || ()).is_ok() {
+        if gate.copy(&self.memory).is_ok() {
             gate.close();
         }
         self.ledger().commit(&self.config, serial)
@@ -260,9 +255,10 @@ impl PagedStore {
     /// # Errors
     /// A stale plan, a step that is not promoted, or tensors that are not the cache's; nothing is written.
     pub fn write_kv(&self, id: &PlanId, layer: usize, entries: KvEntries<'_>, stream: &Stream) -> Result<()> {
-        on_cpu(stream)?;
-        let plan = self.kv_plan(id)?;
-        self.enter(id.serial, || self.memory.write(layer, &plan.slots, entries))
+        let (plan, gate) = (self.kv_plan(id)?, self.gate(id.serial)?);
+        let extent = Extent { plan: Arc::as_ptr(&plan).addr(), layer, plane: 0 };
+        let write = || self.memory.write(layer, &plan.slots, entries, stream);
+        gate.pass(&self.memory, extent, write).map_err(|barred| barred_from(id.serial, &barred))?
     }
 
     /// Writes a step's entries `[T, width]` of one layer of a further plane; otherwise as [`PagedStore::write_kv`].
@@ -277,9 +273,11 @@ impl PagedStore {
         entries: TensorRef<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        on_cpu(stream)?;
-        let plan = self.kv_plan(id)?;
-        self.enter(id.serial, || self.memory.write_plane(name, layer, &plan.slots, entries))
+        let (plan, gate) = (self.kv_plan(id)?, self.gate(id.serial)?);
+        let plane = self.memory.plane_index(name)?;
+        let extent = Extent { plan: Arc::as_ptr(&plan).addr(), layer, plane };
+        let write = || self.memory.write_plane(plane, layer, &plan.slots, entries, stream);
+        gate.pass(&self.memory, extent, write).map_err(|barred| barred_from(id.serial, &barred))?
     }
 
     /// Empties a request's streams; `free` gives its pages back too, else those it alone owns stay for its use.
@@ -440,11 +438,13 @@ impl PagedStore {
     }
 }
 
-/// Refuses another device's stream: this store's memory is the host's.
-fn on_cpu(stream: &Stream) -> Result<()> {
-    if stream.device() != Device::Cpu {
-        let (tensor, got) = ("stream", stream.device());
-        return Err(KernelError::DeviceMismatch { tensor, expected: Device::Cpu, got }.into());
-    }
-    Ok(())
+/// Why a step's gate let nobody in.
+fn barred_from(serial: StepSerial, barred: &Barred) -> Error {
+    let why = match barred {
+        Barred::Closed => format!("step {serial} is not outstanding; admit and plan it first"),
+        Barred::Busy => {
+            format!("this layer of step {serial} is being written by another thread; write it once")
+        }
+    };
+    Error::Order { call: "write", why }
 }
