@@ -59,8 +59,6 @@ pub(super) struct Block {
 pub(super) trait Body {
     /// Query rows of a block.
     const ROWS: usize;
-    /// Panel width: words that share a row of a packed panel.
-    const WIDTH: usize;
     /// Tensor elements in a packed word.
     const PER_WORD: usize;
 
@@ -177,18 +175,15 @@ unsafe fn weighted_values<S: Simd, P: Product<S>, const MR: usize, const NV: usi
             }
             (edge.as_mut_ptr(), NV * S::LANES)
         };
-        let mut before = [[s.splat(0.0); NV]; MR];
-        for r in 0..MR {
-            for v in 0..NV {
-                before[r][v] = s.mul(s.load(o.add(r * stride + v * S::LANES)), s.splat(shrink[r]));
-            }
-        }
         let values = block.values.add((panel * (KEY_TILE / P::PER_WORD) + from) * width);
         let weights = block.scores.cast::<u32>().cast_const().add(from);
-        let acc = multiply::<S, P, MR, NV, KEY_TILE, 1>(s, to - from, weights, values, before);
+        let zero = [[s.splat(0.0); NV]; MR];
+        let acc = multiply::<S, P, MR, NV, KEY_TILE, 1>(s, to - from, weights, values, zero);
+        // A tile's sum joins the rest as one term: the error grows with the tiles, not with the keys.
         for r in 0..MR {
             for v in 0..NV {
-                s.store(o.add(r * stride + v * S::LANES), acc[r][v]);
+                let at = o.add(r * stride + v * S::LANES);
+                s.store(at, s.mul_add(s.load(at), s.splat(shrink[r]), acc[r][v]));
             }
         }
         if !whole {
@@ -264,7 +259,6 @@ macro_rules! body {
 
         impl Body for $name {
             const ROWS: usize = $rows;
-            const WIDTH: usize = 2 * <$simd as Simd>::LANES;
             const PER_WORD: usize = <$product as Product<$simd>>::PER_WORD;
 
             unsafe fn pack_queries(rows: &[*const u8], shape: &pack::Packing, to: *mut u32, stage: *mut u32) {

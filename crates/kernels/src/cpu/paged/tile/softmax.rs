@@ -9,20 +9,35 @@ use std::f32::consts::LOG2_E;
 use super::body::{Block, KEY_TILE, Logits, MAX_ROWS};
 use super::simd::{Product, Simd};
 
-/// `2^x` for `x <= 127`, within 1.5 units in the last place; 0 below the normal range. NaN stays NaN.
+/// `2^x` for `x < 127`, within 1.5 units in the last place down to 2^-125, where it stays. NaN stays NaN.
 ///
 /// `x = n + f`, a minimax polynomial for `2^f` whose constant term is exactly 1 (so that `2^0` is), and `n` into
 /// the exponent.
 #[inline(always)]
 pub(super) fn exp2<S: Simd>(s: S, x: S::F) -> S::F {
+    exp2_each(s, [x])[0]
+}
+
+/// [`exp2`] of several vectors, a step at a time: their chains of dependent operations overlap, however few
+/// operations the processor looks ahead.
+#[inline(always)]
+fn exp2_each<S: Simd, const N: usize>(s: S, mut x: [S::F; N]) -> [S::F; N] {
     #[allow(clippy::approx_constant)] // Near ln 2, but the minimax fit's own.
     const TERMS: [f32; 5] = [0.693_147, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
-    let (n, f) = s.split(x);
-    let mut p = s.splat(TERMS[4]);
-    for i in (0..4).rev() {
-        p = s.mul_add(p, f, s.splat(TERMS[i]));
+    let mut n = [s.split(s.splat(0.0)).0; N];
+    for i in 0..N {
+        (n[i], x[i]) = s.split(s.max(s.splat(-125.0), x[i]));
     }
-    s.scale2(s.mul_add(p, f, s.splat(1.0)), n)
+    let mut p = [s.splat(TERMS[4]); N];
+    for t in (0..4).rev() {
+        for i in 0..N {
+            p[i] = s.mul_add(p[i], x[i], s.splat(TERMS[t]));
+        }
+    }
+    for i in 0..N {
+        p[i] = s.scale2(s.mul_add(p[i], x[i], s.splat(1.0)), n[i]);
+    }
+    p
 }
 
 /// `tanh(x)`: an odd polynomial near 0, where `1 - 2 / (e^2x + 1)` would cancel, and that formula elsewhere.
@@ -46,6 +61,9 @@ pub(super) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
     let infinite = s.less(s.splat(f32::MAX), magnitude);
     s.select(is_far | infinite, far, near)
 }
+
+/// Vectors of a row whose exponentials are taken together; a tile is a multiple of it on every machine.
+const AT_ONCE: usize = 8;
 
 /// Scores of row `r` at vectors `from..to` become base-2 logits: scaled, capped, biased.
 ///
@@ -107,21 +125,20 @@ pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u
     let bits_of = |visible: u128, j: usize| (visible >> (j * S::LANES)) as u32 & lanes;
     let (union_from, union_to) = vectors::<S>(union);
     let hidden = s.splat(f32::NEG_INFINITY);
-    let mut shrink = [0f32; 16];
-    let mut offset = [0f32; MAX_ROWS];
+    let none = s.splat(0.0);
+    let (mut shrink, mut offset) = ([0f32; 16], [0f32; 16]);
+    // A row's reduction is a chain of short waits; taken together after the rows, they overlap.
+    let mut partial = [[0f32; 16]; MAX_ROWS];
     // SAFETY: rows are below `block.rows` and vectors below KEY_TILE / LANES throughout: inside the scores,
-    // `m` and `l`, as the caller promises.
+    // `m` and `l`, as the caller promises. A vector has at most 16 lanes.
     unsafe {
         for r in 0..block.rows {
             let visible = block.visible[r];
-            if visible == 0 {
-                continue;
-            }
+            let row = block.scores.add(r * KEY_TILE);
             let (from, to) = vectors::<S>(visible);
             if general {
                 transform(s, block, r, from, to);
             }
-            let row = block.scores.add(r * KEY_TILE);
             let mut most = hidden;
             if visible == u128::MAX {
                 for j in 0..KEY_TILE / S::LANES {
@@ -133,32 +150,41 @@ pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u
                     most = s.max(most, s.select(bits_of(visible, j), x, hidden));
                 }
             }
+            s.store(partial[r].as_mut_ptr(), most);
+        }
+        for r in 0..block.rows {
+            let most = s.reduce_max(s.load(partial[r].as_ptr())) * scale;
             let before = *block.m.add(r);
-            let after = before.max(s.reduce_max(most) * scale);
+            let after = if block.visible[r] == 0 { before } else { before.max(most) };
             *block.m.add(r) = after;
-            // Nothing but -inf so far: subtract nothing, and no weight comes of it.
             if after != f32::NEG_INFINITY {
                 shrink[r] = before - after;
                 offset[r] = -after;
+            } else if block.visible[r] != 0 {
+                // Keys are seen, and every score is -inf or NaN: there is no softmax.
+                offset[r] = f32::NAN;
             }
         }
-        let mut i = 0;
-        while i < MAX_ROWS {
+        for i in (0..MAX_ROWS).step_by(S::LANES) {
             let at = shrink.as_mut_ptr().add(i);
             s.store(at, exp2(s, s.load(at)));
-            i += S::LANES;
         }
-        let none = s.splat(0.0);
         for r in 0..block.rows {
-            let visible = block.visible[r];
             let row = block.scores.add(r * KEY_TILE);
             let (scale, offset) = (s.splat(scale), s.splat(offset[r]));
             let mut sum = none;
+            let visible = block.visible[r];
             if visible == u128::MAX {
-                for j in 0..KEY_TILE / S::LANES {
-                    let p = exp2(s, s.mul_add(s.load(row.add(j * S::LANES)), scale, offset));
-                    sum = s.add(sum, p);
-                    P::store_weights(s, row, j, p);
+                for j in (0..KEY_TILE / S::LANES).step_by(AT_ONCE) {
+                    let mut x = [none; AT_ONCE];
+                    for i in 0..AT_ONCE {
+                        x[i] = s.mul_add(s.load(row.add((j + i) * S::LANES)), scale, offset);
+                    }
+                    let p = exp2_each(s, x);
+                    for i in 0..AT_ONCE {
+                        sum = s.add(sum, p[i]);
+                        P::store_weights(s, row, j + i, p[i]);
+                    }
                 }
             } else {
                 for j in union_from..union_to {
@@ -172,7 +198,10 @@ pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u
                     P::store_weights(s, row, j, p);
                 }
             }
-            *block.l.add(r) = *block.l.add(r) * shrink[r] + s.reduce_add(sum);
+            s.store(partial[r].as_mut_ptr(), sum);
+        }
+        for r in 0..block.rows {
+            *block.l.add(r) = *block.l.add(r) * shrink[r] + s.reduce_add(s.load(partial[r].as_ptr()));
         }
     }
     shrink

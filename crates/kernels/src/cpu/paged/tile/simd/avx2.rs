@@ -28,6 +28,7 @@ macro_rules! op {
 impl Simd for Avx2 {
     const LANES: usize = 8;
     type F = __m256;
+    type Exponent = __m256i;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
@@ -58,19 +59,15 @@ impl Simd for Avx2 {
         op!(_mm256_max_ps(a, b))
     }
     #[inline(always)]
-    fn split(self, x: __m256) -> (__m256, __m256) {
-        let x = self.max(self.splat(-160.0), x);
-        let n = op!(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x));
-        (n, self.sub(x, n))
+    fn split(self, x: __m256) -> (__m256i, __m256) {
+        op!({
+            let n = _mm256_cvtps_epi32(x);
+            (_mm256_slli_epi32::<23>(n), _mm256_sub_ps(x, _mm256_cvtepi32_ps(n)))
+        })
     }
     #[inline(always)]
-    fn scale2(self, a: __m256, n: __m256) -> __m256 {
-        op!({
-            // 2^n by its exponent field; below -126 the field is 0, and so is the factor.
-            let field = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-            let field = _mm256_max_epi32(field, _mm256_setzero_si256());
-            _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(field)))
-        })
+    fn scale2(self, a: __m256, n: __m256i) -> __m256 {
+        op!(_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), n)))
     }
     #[inline(always)]
     fn select(self, bits: u32, a: __m256, b: __m256) -> __m256 {

@@ -22,6 +22,8 @@ pub(super) trait Simd: Copy {
     const LANES: usize;
     /// A vector.
     type F: Copy;
+    /// A vector of powers of two.
+    type Exponent: Copy;
 
     fn splat(self, x: f32) -> Self::F;
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
@@ -32,11 +34,10 @@ pub(super) trait Simd: Copy {
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// The larger; `b` when either is NaN.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
-    /// `x = n + f` with `n` integral and `|f| <= 1/2`, for `x <= 127`; far below the exponents of f32, `n` may
-    /// stop at -160. NaN stays NaN.
-    fn split(self, x: Self::F) -> (Self::F, Self::F);
-    /// `a * 2^n` for an `n` of [`Simd::split`]; results below the normal range may become 0.
-    fn scale2(self, a: Self::F, n: Self::F) -> Self::F;
+    /// `x = n + f` with `n` integral and `|f| <= 1/2`, for `x` in -126..127; a NaN stays one in `f`.
+    fn split(self, x: Self::F) -> (Self::Exponent, Self::F);
+    /// `a * 2^n` for `a` in 0.5..2.
+    fn scale2(self, a: Self::F, n: Self::Exponent) -> Self::F;
     /// Lane `i` is `a`'s where bit `i` is set, else `b`'s.
     fn select(self, bits: u32, a: Self::F, b: Self::F) -> Self::F;
     /// Bit `i` is set where `a < b`.

@@ -19,6 +19,7 @@ fn map(f: impl Fn(usize) -> f32) -> [f32; LANES] {
 impl Simd for Portable {
     const LANES: usize = LANES;
     type F = [f32; LANES];
+    type Exponent = [f32; LANES];
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::F {
@@ -55,14 +56,12 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn split(self, x: Self::F) -> (Self::F, Self::F) {
-        let x = self.max(self.splat(-160.0), x);
         let n = map(|i| (x[i] + ROUNDER) - ROUNDER);
         (n, self.sub(x, n))
     }
     #[inline(always)]
     fn scale2(self, a: Self::F, n: Self::F) -> Self::F {
-        // 2^n by its exponent field; below -126 the field is 0, and so is the factor.
-        map(|i| a[i] * f32::from_bits(((n[i] as i32 + 127).max(0) as u32) << 23))
+        map(|i| a[i] * f32::from_bits(((n[i] as i32 + 127) as u32) << 23))
     }
     #[inline(always)]
     fn select(self, bits: u32, a: Self::F, b: Self::F) -> Self::F {

@@ -103,3 +103,16 @@ fn long_rows_cross_many_tiles() {
     let row = Row { q_len: 260, kv_len: 900, group: 3, d: 64, dv: 64, sm_scale: 0.125, ..Row::default() };
     judge_everywhere(row, "260 of 900");
 }
+
+#[test]
+fn the_error_does_not_grow_with_the_keys() {
+    for dtype in [DType::F32, DType::Bf16] {
+        for sm_scale in [128f32.powf(-0.5), 0.01] {
+            let row = Row { dtype, q_len: 16, kv_len: 6000, d: 128, dv: 128, sm_scale, ..Row::default() };
+            let case = Case::new(row);
+            for &isa in Isa::supported() {
+                case.judge(isa, "16 of 6000");
+            }
+        }
+    }
+}
