@@ -74,7 +74,9 @@ mod workspace;
 pub use cross::{CrossAttention, CrossFactory, CrossOptions};
 pub use error::{Error, Result};
 pub use hidden::select_last_hidden;
-pub use manager::{EagerSlotKey, PagedAttention, PagedFactory, PagedOptions, PlanCounts, WorkspacePool};
+pub use manager::{
+    EagerSlotKey, PagedAttention, PagedFactory, PagedOptions, PlanCounts, WorkspacePool, workspace_bound,
+};
 pub use mstar_kernels::paged::{Family, Geometry, MAX_HEAD_DIM, Mask, MaskEntries, PageTable, Variant};
 pub use mstar_kernels::{DType, Device, Stream, TensorMut, TensorRef};
 pub use plan::{Capacity, Plan, PlanCacheKey, PlanOptions, Planned, Schedule};

@@ -71,6 +71,7 @@ pub(crate) fn context(name: &str, kv: &Arc<PagedKvCache>, softmax: &Softmax) -> 
         kv_cache: Some(Arc::clone(kv) as Arc<dyn PagedKv>),
         query_from: None,
         slots: 2,
+        largest: None,
         schedule: Schedule::Invariant,
         fallback: Fallback::Refuse,
     }

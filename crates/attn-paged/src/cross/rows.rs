@@ -8,6 +8,8 @@ use mstar_core::kv::KvPlan;
 use mstar_core::resource::PaddedShape;
 use mstar_core::{Error, Label, RequestId, ResourceName, Result, Segment};
 
+use mstar_kernels::mutant::planted;
+
 use crate::manager::table::Arrays;
 
 /// One row of queries.
@@ -82,7 +84,11 @@ impl<'a> Contexts<'a> {
 
     /// The context of a stream: the one of its own label, else the request's only one.
     fn find(&self, request: &RequestId, label: &Label) -> Result<(&'a KvPlan, usize)> {
-        let found = self.by_request.get(request).map_or(&[][..], Vec::as_slice);
+        let found = match planted("cross-context-of-another") {
+            true => self.by_request.iter().min_by_key(|(other, _)| **other).map(|(_, found)| found),
+            false => self.by_request.get(request),
+        };
+        let found = found.map_or(&[][..], Vec::as_slice);
         let own = found.iter().find(|(plan, index)| plan.rows[*index].label == *label);
         match (own, found) {
             (Some(context), _) | (None, [context]) => Ok(*context),

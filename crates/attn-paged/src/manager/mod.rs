@@ -8,10 +8,11 @@
 //! | --- | --- |
 //! | `table` | a cache's plan, masks and context-only rows as the wrapper's arrays |
 //! | `plans` | typed plan storage, and running one layer of a plan |
-//! | `workspace` | [`WorkspacePool`] |
+//! | `workspace`, `bound` | [`WorkspacePool`], and what the largest step needs of it |
 //! | `work` | bytes and operations of a plan, for reports |
 //! | `factory` | options of a spec, and the factory that the program registers |
 
+mod bound;
 mod factory;
 pub(crate) mod plans;
 pub(crate) mod table;
@@ -31,6 +32,7 @@ use mstar_core::{
 use mstar_kernels::cpu::Isa;
 use mstar_kernels::{Device, TensorMut, TensorRef};
 
+pub use bound::workspace_bound;
 pub(crate) use factory::supports;
 pub use factory::{PagedFactory, PagedOptions};
 pub use plans::{EagerSlotKey, PlanCounts};
@@ -86,6 +88,11 @@ impl PagedAttention {
     /// Bytes held by plans and workspaces.
     pub fn bytes(&self) -> usize {
         self.plans.bytes()
+    }
+
+    /// Bytes held by workspaces alone.
+    pub fn workspace_bytes(&self) -> usize {
+        self.plans.workspace_bytes()
     }
 }
 

@@ -11,7 +11,7 @@ use mstar_core::{AttnOut, Error, Forward, Label, PlanId, Query, ResourceName, Re
 use mstar_kernels::mutant::planted;
 
 use super::table::RowTable;
-use super::{WorkspacePool, work};
+use super::{WorkspacePool, work, workspace_bound};
 use crate::{
     Capacity, Geometry, Inputs, Mask, MaskEntries, Outputs, PageTable, Plan, PlanOptions, Planned, Schedule,
     TensorRef, Variant, Workspace, run,
@@ -78,6 +78,8 @@ pub(crate) struct Plans {
     options: PlanOptions,
     places: Mutex<Places>,
     workspaces: WorkspacePool,
+    /// Rows that index buffers have room for from the first.
+    largest_rows: usize,
 }
 
 impl Plans {
@@ -115,13 +117,20 @@ impl Plans {
             _ => Schedule::Invariant,
         };
         let options = PlanOptions { schedule, cascade, ..PlanOptions::default() };
+        let foreseen = match cx.largest {
+            Some(largest) => workspace_bound(attn, largest, options.workers)
+                .map_err(|error| Error::backend(cx.name.as_str(), error))?,
+            None => 0,
+        };
+        let largest_rows = cx.largest.map_or(0, |largest| largest.rows);
         let plans = Plans {
             name: cx.name.clone(),
             geometry,
             softmax: attn.softmax.clone(),
             options,
             places: Mutex::default(),
-            workspaces: WorkspacePool::new(),
+            workspaces: WorkspacePool::with_bound(foreseen),
+            largest_rows,
         };
         plans.variant(true).check()?;
         Ok(plans)
@@ -143,6 +152,11 @@ impl Plans {
     pub(crate) fn bytes(&self) -> usize {
         let plans: usize = self.lock().by_key.values().map(|place| place.stored.plan.plan_bytes()).sum();
         plans + self.workspaces.bytes()
+    }
+
+    /// Bytes of workspaces alone.
+    pub(crate) fn workspace_bytes(&self) -> usize {
+        self.workspaces.bytes()
     }
 
     fn lock(&self) -> MutexGuard<'_, Places> {
@@ -203,7 +217,8 @@ impl Plans {
         }
         let plan = self.said(Plan::new(&self.geometry, &variant, &pages, &options))?;
         let workspace = self.said(self.workspaces.reserve(&key, &plan))?;
-        let rows = capacity.map_or(0, |c| c.rows).max(places.captured.map_or(0, |c| c.rows));
+        let rows =
+            self.largest_rows.max(capacity.map_or(0, |c| c.rows)).max(places.captured.map_or(0, |c| c.rows));
         let mut qo_indptr = IndexBuf::with_capacity((rows + 1).max(table.qo_indptr.len()))?;
         let mut kv_len = IndexBuf::with_capacity(rows.max(table.kv_len.len()))?;
         qo_indptr.set(table.qo_indptr)?;

@@ -641,3 +641,34 @@ fn random_lives_of_steps_always_attend_what_was_kept() {
         rig.kv.store().check().unwrap();
     }
 }
+
+#[test]
+fn f18_workspaces_foreseen_for_the_largest_step_never_grow() {
+    use mstar_core::attend::StepShape;
+    let largest = StepShape { rows: 8, tokens: 200, kv_len: 1500 };
+    let config = rig::config(16, 900);
+    let softmax = Softmax::scaled(0.25);
+    let kv = std::sync::Arc::new(mstar_core::kv::PagedKvCache::new("kv".into(), config).unwrap());
+    let mut cx = rig::context("attn", &kv, &softmax);
+    cx.largest = Some(largest);
+    let bound = crate::workspace_bound(&cx.geometry, largest, 0).unwrap();
+    let attn = std::sync::Arc::new(crate::PagedAttention::new(&cx, PagedOptions::default()).unwrap());
+    let resources: Vec<std::sync::Arc<dyn Resource>> = vec![attn.clone(), kv.clone()];
+    let engine = mstar_core::Engine::new(resources).unwrap();
+    let rig = Rig { engine, kv, attn, softmax };
+    let names = ["a", "b", "c", "d", "e", "f", "g", "h"];
+    rig.ingest(&names);
+    for name in names {
+        rig.step(&[(name, 200)], None);
+        for _ in 0..6 {
+            rig.step(&[(name, 200)], None);
+        }
+    }
+    let all = |spans: [usize; 8]| names.iter().copied().zip(spans).collect::<Vec<_>>();
+    for spans in [[1; 8], [1, 1, 1, 1, 1, 1, 1, 93], [25; 8], [0, 3, 0, 1, 12, 40, 1, 60]] {
+        let planned = rig.planned(step(&all(spans)), None);
+        rig.forward(&planned, "main");
+        rig.engine.abort(planned);
+        assert_eq!(rig.attn.workspace_bytes(), bound, "{spans:?}");
+    }
+}

@@ -7,9 +7,10 @@ use super::EagerSlotKey;
 use crate::{Plan, Result, Workspace};
 
 /// The workspaces of one resource. Each outlives any single step, grows when a plan of its label and slot needs more,
-/// and is never larger than the largest of those plans has needed.
+/// and is never larger than the largest of those plans has needed, or than what was foreseen.
 #[derive(Debug, Default)]
 pub struct WorkspacePool {
+    foreseen: usize,
     workspaces: Mutex<HashMap<EagerSlotKey, Arc<Mutex<Workspace>>>>,
 }
 
@@ -17,6 +18,12 @@ impl WorkspacePool {
     /// None yet.
     pub fn new() -> WorkspacePool {
         WorkspacePool::default()
+    }
+
+    /// None yet; each will have `foreseen` bytes from the first, as [`workspace_bound`](super::workspace_bound) says of
+    /// the largest step.
+    pub fn with_bound(foreseen: usize) -> WorkspacePool {
+        WorkspacePool { foreseen, ..WorkspacePool::default() }
     }
 
     /// The workspace of `key`, with room for `plan`.
@@ -29,7 +36,8 @@ impl WorkspacePool {
             workspace.lock().unwrap_or_else(PoisonError::into_inner).reserve(plan)?;
             return Ok(Arc::clone(workspace));
         }
-        let workspace = Arc::new(Mutex::new(Workspace::for_plan(plan)?));
+        let workspace =
+            Arc::new(Mutex::new(Workspace::with_bytes(plan.workspace_bytes().max(self.foreseen))?));
         workspaces.insert(key.clone(), Arc::clone(&workspace));
         Ok(workspace)
     }

@@ -96,6 +96,7 @@ impl Model {
                         kv_cache: find(&attention.kv_cache),
                         query_from: find(&attention.query_from),
                         slots,
+                        largest: None,
                         schedule: spec.schedule,
                         fallback: spec.fallback,
                     });

@@ -124,6 +124,17 @@ impl AttnGeometry {
     }
 }
 
+/// The largest step that will be declared, by which a backend sizes its memory once instead of letting it grow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepShape {
+    /// Rows of one plan.
+    pub rows: usize,
+    /// Query tokens of one plan.
+    pub tokens: usize,
+    /// Keys that one row attends at most.
+    pub kv_len: usize,
+}
+
 /// What a backend is built into.
 #[derive(Clone)]
 pub struct BuildContext {
@@ -139,6 +150,8 @@ pub struct BuildContext {
     pub query_from: Option<Arc<dyn PagedKv>>,
     /// Buffer sets of the engine.
     pub slots: usize,
+    /// The largest step, where it is known; memory grows by need otherwise.
+    pub largest: Option<StepShape>,
     /// What the scheduler may change.
     pub schedule: Schedule,
     /// What becomes of a shape that no kernel takes.

@@ -12,7 +12,7 @@ use mstar_kernels::{TensorMut, TensorRef};
 
 pub use self::backend::{
     AttnBackend, AttnGeometry, BackendFactory, BackendOptions, Backends, BuildContext, Rank, Reason,
-    ResolveError, Softmax, resolve_attn_backend,
+    ResolveError, Softmax, StepShape, resolve_attn_backend,
 };
 pub use self::forward::Forward;
 pub use self::index_buf::IndexBuf;

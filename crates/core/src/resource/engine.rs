@@ -6,6 +6,8 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use mstar_kernels::mutant::planted;
+
 use super::token::Held;
 use super::{
     Admission, AdmittedStep, Outcome, PlannedStep, PreplannedStep, Promotion, StepContext, dependency_order,
@@ -183,7 +185,10 @@ impl Shared {
             let Some(at) = outstanding.iter().position(|step| step.serial == serial) else { return };
             outstanding.split_off(at)
         };
-        for step in undone.into_iter().rev() {
+        for mut step in undone.into_iter().rev() {
+            if planted("refusal-keeps-a-reservation") {
+                step.reserved = step.reserved.saturating_sub(1);
+            }
             for resource in self.resources[..step.reserved].iter().rev() {
                 resource.rollback(step.serial);
             }
@@ -400,7 +405,8 @@ impl Engine {
         held.cx.preplan = false;
         let mut stale = false;
         for resource in &self.shared.resources {
-            stale |= resource.promote(&held.cx, &held.step).map_err(fail)? == Promotion::Stale;
+            let moved = resource.promote(&held.cx, &held.step).map_err(fail)? == Promotion::Stale;
+            stale |= moved && !planted("promote-ignores-stale");
         }
         if !stale {
             return Ok(Admission::Admitted(PlannedStep(held)));
