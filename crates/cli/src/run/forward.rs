@@ -181,6 +181,8 @@ fn run_label(
     }
     for room in model.rooms() {
         let kernel = room.attention.kernel(&plan.id).unwrap_or_else(|| room.backend.clone());
+        // What follows a colon counts this plan's rows; which kernels ran is what comes before it.
+        let kernel = kernel.split(": ").next().unwrap_or_default();
         outcome.kernels.push(format!("{}: {kernel}", room.name));
     }
     Ok(())

@@ -283,6 +283,8 @@ fn told(phase: &'static str, resource: String, cost: phases::Cost, read_limit: O
     let seconds = cost.elapsed.as_secs_f64();
     let rate = |n: u64| (n > 0 && seconds > 0.0).then(|| n as f64 / seconds);
     let bytes = cost.work.bytes_read + cost.work.bytes_written;
+    // Only phases that stream memory are bound by it; what a step has just made lies in a processor's cache.
+    let read_limit = read_limit.filter(|_| matches!(phase, "attend" | "offload" | "reload"));
     report::Phase {
         phase: phase.to_owned(),
         resource,
