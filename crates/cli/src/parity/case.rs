@@ -277,4 +277,39 @@ impl std::fmt::Debug for Data {
 }
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flat_indices_become_coordinates() {
+        assert_eq!(coordinates(0, &[2, 3, 4]), [0, 0, 0]);
+        assert_eq!(coordinates(23, &[2, 3, 4]), [1, 2, 3]);
+        assert_eq!(coordinates(5, &[7]), [5]);
+        assert!(coordinates(0, &[]).is_empty());
+    }
+
+    #[test]
+    fn data_lie_at_a_multiple_of_8_whatever_the_headers_length() {
+        for padding in 0..9 {
+            let header = format!(
+                r#"{{"a":{{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}}}{}"#,
+                " ".repeat(padding)
+            );
+            let mut stored = tempfile::tempfile().unwrap();
+            std::io::Write::write_all(&mut stored, &[1, 2, 3]).unwrap();
+            std::io::Seek::rewind(&mut stored).unwrap();
+            let prefix = (header.len() as u64).to_le_bytes();
+            let data = Data::read(&prefix, header.as_bytes(), 3, &mut stored).unwrap();
+            assert_eq!(data.tensors(), [1, 2, 3]);
+            assert_eq!(data.tensors().as_ptr() as usize % 8, 0);
+        }
+    }
+
+    #[test]
+    fn f38_a_file_that_shrinks_while_it_is_read_is_an_error() {
+        let header = br#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}"#;
+        let prefix = (header.len() as u64).to_le_bytes();
+        let said = Data::read(&prefix, header, 3, &mut tempfile::tempfile().unwrap()).unwrap_err();
+        assert!(format!("{said:#}").starts_with("truncated while it was read"), "{said:#}");
+    }
+}

@@ -1,1 +1,0 @@
-//! Cases built in the test, and what is wrong with them.
