@@ -15,7 +15,7 @@
 //! reset or a moved page invalidates it, a commit that only lengthens the stream does not. A step declares ordinary
 //! spans with `commit: false`, so a spec may name `paged` here and nothing else changes.
 //!
-//! This crate holds the options and the factory. Its kernels are not built: [`DenseFactory::supports`] refuses every
+//! This crate holds the options and the factory. Its kernels are not built: [`DenseFactory`] refuses every
 //! geometry and says so.
 
 #![forbid(unsafe_code)]

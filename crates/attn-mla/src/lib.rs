@@ -21,7 +21,7 @@
 //! A *context-only* plan attends what was stored before the step and none of the step's own entries; `kv_len_buf` then
 //! says where those begin.
 //!
-//! This crate holds the options and the factory. Its kernels are not built: [`MlaFactory::supports`] refuses every
+//! This crate holds the options and the factory. Its kernels are not built: [`MlaFactory`] refuses every
 //! geometry and says so.
 
 #![forbid(unsafe_code)]

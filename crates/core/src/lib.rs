@@ -11,7 +11,7 @@
 //! | [`step`] | segments, forks, declarations, serials, plan ids |
 //! | [`resource`] | what every resource does; admission outcomes; the engine that runs them in order |
 //! | [`kv`] | page pool, streams, prefix index, offload, the paged store and its plans |
-//! | [`attend`] | the one call a layer makes |
+//! | [`mod@attend`] | the one call a layer makes; backends and how one is chosen |
 //! | [`graph`] | buckets, slots, leases and padded rows |
 //! | [`spec`] | the value tree with key paths, and the checked spec |
 

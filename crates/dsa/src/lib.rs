@@ -15,7 +15,7 @@
 //! so a neighbour that crosses `topk` changes none of its bits. Index keys lie in a plane of the latent cache's pages,
 //! under the same table, forks, eviction and offload.
 //!
-//! This crate holds the options and the factory. Its kernels are not built: [`DsaFactory::supports`] refuses every
+//! This crate holds the options and the factory. Its kernels are not built: [`DsaFactory`] refuses every
 //! geometry and says so.
 
 #![forbid(unsafe_code)]

@@ -72,7 +72,7 @@ pub(crate) fn supports(device: Device, geometry: &AttnGeometry) -> Result<Rank, 
     let KvLayout::Nhd { num_kv_heads, head_dim } = geometry.layout else {
         return Err("reads keys and values a head, not latents".into());
     };
-    if num_kv_heads == 0 || geometry.num_qo_heads % num_kv_heads != 0 {
+    if num_kv_heads == 0 || !geometry.num_qo_heads.is_multiple_of(num_kv_heads) {
         let heads = geometry.num_qo_heads;
         return Err(format!("{heads} query heads are no multiple of {num_kv_heads} key heads").into());
     }
@@ -84,5 +84,5 @@ pub(crate) fn supports(device: Device, geometry: &AttnGeometry) -> Result<Rank, 
             return Err(format!("attends f32, bf16 and f16, not {dtype}").into());
         }
     }
-    Ok(if head_dim >= 32 && head_dim % 16 == 0 { Rank::FAST } else { Rank::PORTABLE })
+    Ok(if head_dim >= 32 && head_dim.is_multiple_of(16) { Rank::FAST } else { Rank::PORTABLE })
 }

@@ -323,7 +323,7 @@ fn per_head(values: &[f32], index: usize, heads: usize) -> Result<TensorRef<'_>>
 
 fn page_table<'a>(table: &RowTable<'a>) -> PageTable<'a> {
     let mask = (!table.mask_indptr.is_empty())
-        .then(|| Mask { entries: MaskEntries::Bytes(table.mask), indptr: table.mask_indptr });
+        .then_some(Mask { entries: MaskEntries::Bytes(table.mask), indptr: table.mask_indptr });
     PageTable {
         qo_indptr: table.qo_indptr,
         kv_indptr: table.kv_indptr,
