@@ -69,8 +69,11 @@ pub(crate) fn largest_step(spec: &Spec, requests: &[RequestPlan]) -> Option<Step
     let workload = spec.workload.as_ref()?;
     let most = |of: &dyn Fn(&RequestPlan) -> usize| requests.iter().map(of).max().unwrap_or(0);
     let longest = spec.caches().map(|(_, kv)| kv.config.max_seq_len).max()?;
-    let prefill = workload.chunked_prefill.min(most(&|plan| plan.prompt_len()));
-    let whole = prefill.max(most(&|plan| plan.context_len)).min(longest);
+    let active = workload.max_batch.max(1).min(requests.len().max(1));
+    // Whole cuts and contexts share `chunked_prefill` tokens; one that is longer by itself goes alone.
+    let shared = |len: usize| len.max(workload.chunked_prefill.min(len.saturating_mul(active)));
+    let cut = workload.chunked_prefill.min(most(&|plan| plan.prompt_len())).min(longest);
+    let whole = shared(cut).max(shared(most(&|plan| plan.context_len).min(longest)));
     let turn = most(&|plan| {
         let span = match &plan.generation {
             Generation::Decode => 1,
@@ -79,7 +82,6 @@ pub(crate) fn largest_step(spec: &Spec, requests: &[RequestPlan]) -> Option<Step
         };
         span.saturating_mul(plan.generating())
     });
-    let active = workload.max_batch.max(1).min(requests.len().max(1));
     let streams = most(&|plan| plan.generating()).max(1);
     let padded = spec.graph.as_ref().and_then(|graph| graph.buckets.last().copied()).unwrap_or(0);
     let kv_len = most(&|plan| plan.final_len().max(plan.context_len)).saturating_add(turn).min(longest);

@@ -1,0 +1,16 @@
+//! `mstar run` as a program: specs in, report and exit code out.
+
+#[path = "run/bits.rs"]
+mod bits;
+#[path = "run/hits.rs"]
+mod hits;
+#[path = "run/hostile.rs"]
+mod hostile;
+#[path = "run/output.rs"]
+mod output;
+#[path = "run/pages.rs"]
+mod pages;
+#[path = "run/program.rs"]
+mod program;
+#[path = "run/specs.rs"]
+mod specs;
