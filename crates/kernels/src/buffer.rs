@@ -3,7 +3,7 @@
 //! Every byte that mstar allocates for caches, plans and workspaces goes through [`Buffer`], so that what
 //! `mstar explain` promises can be held against what was taken ([`allocated_bytes`]).
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::alloc::{Layout, LayoutError, alloc, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -15,6 +15,35 @@ pub const ALIGNMENT: usize = 64;
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+/// The larger page size of x86-64 and AArch64 systems.
+const HUGE_PAGE: usize = 2 << 20;
+
+/// How `bytes` are allocated: large buffers start on a huge page. A cache's pages are read scattered, and with 4 KiB pages
+/// each would cost a walk of the page tables.
+fn layout(bytes: usize) -> std::result::Result<Layout, LayoutError> {
+    let align = if bytes >= 2 * HUGE_PAGE { HUGE_PAGE } else { ALIGNMENT };
+    Layout::from_size_align(bytes.max(1), align)
+}
+
+/// Asks the system to back memory with huge pages, where it decides by request. Nothing depends on the answer.
+#[cfg(target_os = "linux")]
+fn ask_for_huge_pages(ptr: *mut u8, bytes: usize) {
+    const MADV_HUGEPAGE: std::ffi::c_int = 14;
+    unsafe extern "C" {
+        fn madvise(
+            addr: *mut std::ffi::c_void,
+            length: usize,
+            advice: std::ffi::c_int,
+        ) -> std::ffi::c_int;
+    }
+    // SAFETY: the range lies in an allocation of this process, starts on a page, and the advice changes no content.
+    unsafe { madvise(ptr.cast(), bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE) };
+}
+
+/// Elsewhere the system decides by itself.
+#[cfg(not(target_os = "linux"))]
+fn ask_for_huge_pages(_ptr: *mut u8, _bytes: usize) {}
 
 /// Bytes held by live buffers of this process.
 pub fn allocated_bytes() -> usize {
@@ -51,9 +80,18 @@ impl Buffer {
     /// [`Error::OutOfMemory`] when they cannot be had; never an abort.
     pub fn zeroed(bytes: usize) -> Result<Buffer> {
         let refused = || Error::OutOfMemory { bytes, device: Device::Cpu };
-        let layout = Layout::from_size_align(bytes.max(1), ALIGNMENT).map_err(|_| refused())?;
-        // SAFETY: the layout has a size of at least one byte.
-        let ptr = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(refused)?;
+        let layout = layout(bytes).map_err(|_| refused())?;
+        let ptr = if layout.align() == HUGE_PAGE {
+            // SAFETY: the layout has a size of at least one byte.
+            let ptr = NonNull::new(unsafe { alloc(layout) }).ok_or_else(refused)?;
+            ask_for_huge_pages(ptr.as_ptr(), bytes);
+            // SAFETY: `bytes` bytes were just allocated there.
+            unsafe { ptr.as_ptr().write_bytes(0, bytes) };
+            ptr
+        } else {
+            // SAFETY: the layout has a size of at least one byte.
+            NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(refused)?
+        };
         for page in (0..bytes).step_by(4096) {
             // SAFETY: `page` is below `bytes`, inside the allocation. The volatile write makes it resident.
             unsafe { ptr.as_ptr().add(page).write_volatile(0) };
@@ -144,7 +182,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        let layout = Layout::from_size_align(self.bytes.max(1), ALIGNMENT).expect("checked when it was made");
+        let layout = layout(self.bytes).expect("checked when it was made");
         // SAFETY: allocated in `zeroed` with this very layout, and freed once.
         unsafe { dealloc(self.ptr.as_ptr(), layout) };
         ALLOCATED.fetch_sub(self.bytes, Ordering::Relaxed);

@@ -4,7 +4,9 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use half::bf16;
-use mstar_attn_paged::{Plan, PlanOptions, Planned, Variant, Workspace};
+use mstar_attn_paged::{
+    Inputs, Outputs, Plan, PlanOptions, Planned, Stream, TensorMut, TensorRef, Variant, Workspace, run,
+};
 
 use crate::harness::{Batch, Shape, row};
 
@@ -35,4 +37,59 @@ fn allocations(work: impl FnOnce()) -> usize {
     let before = COUNT.get();
     work();
     COUNT.get() - before
+}
+
+#[test]
+fn runs_and_plans_made_again_allocate_nothing() {
+    let shape = Shape { h: 8, g: 2, d: 64, dv: 64, s: 16 };
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+    pool.install(|| {
+        let rows = [row(1, 900), row(1, 5000), row(60, 300), row(3, 70)];
+        let batch = Batch::<bf16>::of(shape, Variant::causal(64), &rows);
+        let mut later = batch.clone();
+        later.kv_last_page_len[0] += 1;
+        // Several workers on one thread: the same joins and scratch as on many, all counted here.
+        let options = PlanOptions { workers: 4, ..PlanOptions::default() };
+        let mut plan = batch.plan(&options);
+        let mut workspace = Workspace::for_plan(&plan).unwrap();
+        assert_eq!(batch.run_allocations(&plan, &mut workspace), 0);
+        let replan = |plan: &mut Plan, b: &Batch<bf16>| {
+            let (geometry, variant) = (b.geometry(), b.variant);
+            b.with_table(|table| {
+                let mut what = None;
+                let count = allocations(|| what = plan.replan(&geometry, &variant, table, &options).ok());
+                (what, count)
+            })
+        };
+        assert_eq!(replan(&mut plan, &later).0, Some(Planned::Changed));
+        assert_eq!(replan(&mut plan, &batch), (Some(Planned::Changed), 0));
+        assert_eq!(replan(&mut plan, &batch), (Some(Planned::Unchanged), 0));
+    });
+}
+
+impl Batch<bf16> {
+    /// Allocations of a run, after one to warm up.
+    fn run_allocations(&self, plan: &Plan, workspace: &mut Workspace) -> usize {
+        let Shape { h, g, d, dv, s } = self.shape;
+        let t = plan.num_tokens();
+        let (mut o, mut lse) = (vec![bf16::ZERO; t * h * dv], vec![0f32; t * h]);
+        let mut count = 0;
+        for _ in 0..2 {
+            count = allocations(|| {
+                let inputs = Inputs {
+                    q: TensorRef::from_slice(&self.q, &[t, h, d]).unwrap(),
+                    k: TensorRef::from_slice(&self.k, &[self.num_pages, s, g, d]).unwrap(),
+                    v: TensorRef::from_slice(&self.v, &[self.num_pages, s, g, dv]).unwrap(),
+                    sinks: None,
+                    alibi_slopes: None,
+                };
+                let outputs = Outputs {
+                    o: TensorMut::from_slice(&mut o, &[t, h, dv]).unwrap(),
+                    lse: Some(TensorMut::from_slice(&mut lse, &[t, h]).unwrap()),
+                };
+                run(plan, &Stream::cpu(), workspace, inputs, outputs).unwrap();
+            });
+        }
+        count
+    }
 }

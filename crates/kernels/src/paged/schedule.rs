@@ -20,6 +20,9 @@ const MIN_ITEM_COST: u64 = 1 << 13;
 /// Query vectors whose states one decode item keeps: 64 of width 128 are 32 KiB a tree level.
 const MAX_ITEM_STATES: usize = 64;
 
+/// Bytes of one tile's keys and values that an item takes: this tile and the next fit a second-level cache.
+const MAX_TILE_BYTES: usize = 256 << 10;
+
 /// Query vectors a key head of one cascade item.
 const MAX_CASCADE_LANES: usize = 64;
 
@@ -182,7 +185,9 @@ impl Scheduler<'_> {
         let workers = self.options.workers.max(1) as u64;
         let target = (total / (workers * ITEMS_PER_WORKER)).max(MIN_ITEM_COST);
         // Heads are taken together, so that pages are read as they lie, unless leaves alone cannot feed the workers.
-        let mut head_cap = self.geometry.num_kv_heads;
+        let width = self.geometry.head_dim_qk + self.geometry.head_dim_vo;
+        let tile_bytes = crate::cpu::paged::TILE * width * self.geometry.kv_dtype.size();
+        let mut head_cap = (MAX_TILE_BYTES / tile_bytes).clamp(1, self.geometry.num_kv_heads);
         while head_cap > 1 && leaf_total * heads.div_ceil(head_cap as u64) < 4 * workers && total > 2 * target
         {
             head_cap = head_cap.div_ceil(2);

@@ -19,5 +19,6 @@ pub(crate) mod tile;
 mod tile_item;
 
 pub(crate) use call::{Call, Out};
+pub(crate) use decode::TILE;
 pub(crate) use exec::{run, workspace_bytes};
 pub(crate) use state::state_len;

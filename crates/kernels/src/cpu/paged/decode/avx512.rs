@@ -11,7 +11,7 @@ use half::{bf16, f16};
 
 use crate::DType;
 
-use super::body::{Body, Scores, ScoresFn, TILE, Transform, Values, ValuesFn};
+use super::body::{Ahead, Body, Scores, ScoresFn, TILE, Transform, Values, ValuesFn};
 use super::generic::{EXP2, TANH_LIMIT, TANH_P, TANH_Q};
 
 /// Elements that load as sixteen f32.
@@ -132,7 +132,6 @@ unsafe fn score_block<K: Load, const LANES: usize, const KEYS: usize>(
     job: &Scores<'_>,
     lane: usize,
     first: usize,
-    prefetch: bool,
 ) {
     let count = KEYS.min(job.keys.len() - first);
     let mut keys = [std::ptr::null::<K>(); KEYS];
@@ -142,7 +141,6 @@ unsafe fn score_block<K: Load, const LANES: usize, const KEYS: usize>(
     let q = job.q.cast::<f32>();
     let mut sums = [_mm512_setzero_ps(); 16];
     let whole = job.head_dim / 16 * 16;
-    let ahead = if prefetch { &job.ahead[first.min(job.ahead.len())..] } else { &[] };
     // SAFETY: queries are packed `q_stride` floats apart and padded past `head_dim`; each key names
     // `head_dim` readable elements, the tail by mask; prefetching reads nothing.
     unsafe {
@@ -156,12 +154,6 @@ unsafe fn score_block<K: Load, const LANES: usize, const KEYS: usize>(
                 let key = K::load(keys[k].add(at));
                 for l in 0..LANES {
                     sums[l * KEYS + k] = _mm512_fmadd_ps(queries[l], key, sums[l * KEYS + k]);
-                }
-            }
-            let line = at * size_of::<K>();
-            if line.is_multiple_of(64) {
-                for row in ahead.iter().take(KEYS) {
-                    _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(line).cast());
                 }
             }
         }
@@ -186,7 +178,6 @@ unsafe fn score_block_bf16<const LANES: usize, const KEYS: usize>(
     job: &Scores<'_>,
     lane: usize,
     first: usize,
-    prefetch: bool,
 ) {
     let count = KEYS.min(job.keys.len() - first);
     let mut keys = [std::ptr::null::<bf16>(); KEYS];
@@ -196,7 +187,6 @@ unsafe fn score_block_bf16<const LANES: usize, const KEYS: usize>(
     let q = job.q.cast::<bf16>();
     let mut sums = [_mm512_setzero_ps(); 16];
     let whole = job.head_dim / 32 * 32;
-    let ahead = if prefetch { &job.ahead[first.min(job.ahead.len())..] } else { &[] };
     // SAFETY: as in `score_block`; queries are bf16 here, padded to a multiple of 32.
     unsafe {
         let q = q.add(lane * job.q_stride);
@@ -211,9 +201,6 @@ unsafe fn score_block_bf16<const LANES: usize, const KEYS: usize>(
                 for l in 0..LANES {
                     sums[l * KEYS + k] = _mm512_dpbf16_ps(sums[l * KEYS + k], pairs(queries[l]), key);
                 }
-            }
-            for row in ahead.iter().take(KEYS) {
-                _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(at * 2).cast());
             }
         }
         if whole < job.head_dim {
@@ -252,29 +239,75 @@ unsafe fn store<const LANES: usize, const KEYS: usize>(
     }
 }
 
+/// Hands out the lines of an [`Ahead`] a few at a time, evenly over a loop.
+struct Fetch<'a> {
+    rows: std::slice::Iter<'a, *const u8>,
+    row: *const u8,
+    left: usize,
+    lines: usize,
+    /// Lines a turn, in 256ths, and what is owed.
+    rate: usize,
+    owed: usize,
+}
+
+impl<'a> Fetch<'a> {
+    fn new(ahead: &Ahead<'a>, turns: usize) -> Fetch<'a> {
+        let rate = (ahead.total() * 256).div_ceil(turns.max(1));
+        Fetch { rows: ahead.rows.iter(), row: std::ptr::null(), left: 0, lines: ahead.lines, rate, owed: 0 }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn turn(&mut self) {
+        self.owed += self.rate;
+        while self.owed >= 256 {
+            self.owed -= 256;
+            if self.left == 0 {
+                match self.rows.next() {
+                    Some(&row) => (self.row, self.left) = (row, self.lines),
+                    None => {
+                        self.rate = 0;
+                        return;
+                    }
+                }
+            }
+            _mm_prefetch::<_MM_HINT_T1>(self.row.cast());
+            self.row = self.row.wrapping_add(64);
+            self.left -= 1;
+        }
+    }
+}
+
 macro_rules! scores {
     ($name:ident, $features:literal, $block:ident $(, $k:ident)?) => {
         #[target_feature(enable = $features)]
         unsafe fn $name$(<$k: Load>)?(job: &Scores<'_>) {
             let keys = job.keys.len();
+            let blocks = keys.div_ceil(4) * (job.lanes / 4)
+                + keys.div_ceil(8) * (job.lanes % 4 / 2)
+                + keys.div_ceil(16) * (job.lanes % 2);
+            let mut fetch = Fetch::new(&job.ahead, blocks);
             let mut lane = 0;
             // SAFETY: the caller's promise covers every block of `lanes x keys`.
             unsafe {
                 while lane + 4 <= job.lanes {
                     for first in (0..keys).step_by(4) {
-                        $block::<$($k,)? 4, 4>(job, lane, first, lane == 0);
+                        $block::<$($k,)? 4, 4>(job, lane, first);
+                        fetch.turn();
                     }
                     lane += 4;
                 }
                 if lane + 2 <= job.lanes {
                     for first in (0..keys).step_by(8) {
-                        $block::<$($k,)? 2, 8>(job, lane, first, lane == 0);
+                        $block::<$($k,)? 2, 8>(job, lane, first);
+                        fetch.turn();
                     }
                     lane += 2;
                 }
                 if lane < job.lanes {
                     for first in (0..keys).step_by(16) {
-                        $block::<$($k,)? 1, 16>(job, lane, first, lane == 0);
+                        $block::<$($k,)? 1, 16>(job, lane, first);
+                        fetch.turn();
                     }
                 }
             }
@@ -292,6 +325,7 @@ unsafe fn value_block<K: Load, const LANES: usize, const COLUMNS: usize>(
     lane: usize,
     column: usize,
     mask: __mmask16,
+    fetch: &mut Fetch<'_>,
 ) {
     let mut sums = [[_mm512_setzero_ps(); COLUMNS]; LANES];
     // SAFETY: the accumulator has `acc_stride` floats a lane, a multiple of 16 that holds these columns; weights
@@ -304,7 +338,6 @@ unsafe fn value_block<K: Load, const LANES: usize, const COLUMNS: usize>(
             }
         }
         let weights = job.weights.add(lane * TILE);
-        let start = column * size_of::<K>();
         for (key, &row) in job.values.iter().enumerate() {
             let row = row.cast::<K>().add(column);
             let mut values = [_mm512_setzero_ps(); COLUMNS];
@@ -318,12 +351,7 @@ unsafe fn value_block<K: Load, const LANES: usize, const COLUMNS: usize>(
                     sums[l][i] = _mm512_fmadd_ps(weight, values[i], sums[l][i]);
                 }
             }
-            if lane == 0 && key < job.ahead.len() {
-                let ahead = job.ahead.get_unchecked(key);
-                for line in (start..start + 16 * COLUMNS * size_of::<K>()).step_by(64) {
-                    _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line).cast());
-                }
-            }
+            fetch.turn();
         }
         for l in 0..LANES {
             for i in 0..COLUMNS {
@@ -335,18 +363,18 @@ unsafe fn value_block<K: Load, const LANES: usize, const COLUMNS: usize>(
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn value_columns<K: Load, const LANES: usize>(job: &Values<'_>, lane: usize) {
+unsafe fn value_columns<K: Load, const LANES: usize>(job: &Values<'_>, lane: usize, fetch: &mut Fetch<'_>) {
     let mut column = 0;
     // SAFETY: the caller's promise covers every block of lanes and columns.
     unsafe {
         while column + 64 <= job.head_dim {
-            value_block::<K, LANES, 4>(job, lane, column, u16::MAX);
+            value_block::<K, LANES, 4>(job, lane, column, u16::MAX, fetch);
             column += 64;
         }
         while column < job.head_dim {
             let left = job.head_dim - column;
             let mask = if left >= 16 { u16::MAX } else { (1u16 << left) - 1 };
-            value_block::<K, LANES, 1>(job, lane, column, mask);
+            value_block::<K, LANES, 1>(job, lane, column, mask, fetch);
             column += 16;
         }
     }
@@ -354,19 +382,22 @@ unsafe fn value_columns<K: Load, const LANES: usize>(job: &Values<'_>, lane: usi
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn values<K: Load>(job: &Values<'_>) {
+    let passes = job.lanes / 4 + job.lanes % 4 / 2 + job.lanes % 2;
+    let columns = job.head_dim / 64 + (job.head_dim % 64).div_ceil(16);
+    let mut fetch = Fetch::new(&job.ahead, job.values.len() * columns * passes);
     let mut lane = 0;
     // SAFETY: the caller's promise covers every block of lanes.
     unsafe {
         while lane + 4 <= job.lanes {
-            value_columns::<K, 4>(job, lane);
+            value_columns::<K, 4>(job, lane, &mut fetch);
             lane += 4;
         }
         if lane + 2 <= job.lanes {
-            value_columns::<K, 2>(job, lane);
+            value_columns::<K, 2>(job, lane, &mut fetch);
             lane += 2;
         }
         if lane < job.lanes {
-            value_columns::<K, 1>(job, lane);
+            value_columns::<K, 1>(job, lane, &mut fetch);
         }
     }
 }

@@ -26,8 +26,8 @@ pub(super) struct Scores<'a> {
     pub(super) head_dim: usize,
     /// `[lanes, TILE]`, at the run's first key.
     pub(super) scores: *mut f32,
-    /// Rows that will be needed soon; prefetched while the run is computed.
-    pub(super) ahead: &'a [*const u8],
+    /// Memory that will be needed soon; fetched while the run is computed.
+    pub(super) ahead: Ahead<'a>,
 }
 
 /// Weighted sums of a run of values.
@@ -41,8 +41,22 @@ pub(super) struct Values<'a> {
     /// `[lanes, acc_stride]`.
     pub(super) acc: *mut f32,
     pub(super) acc_stride: usize,
-    /// Rows that will be needed soon.
-    pub(super) ahead: &'a [*const u8],
+    /// Memory that will be needed soon.
+    pub(super) ahead: Ahead<'a>,
+}
+
+/// Token rows, each of some cache lines, to be fetched into the second-level cache in the order in which they lie.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ahead<'a> {
+    pub(super) rows: &'a [*const u8],
+    pub(super) lines: usize,
+}
+
+impl Ahead<'_> {
+    /// Cache lines in all.
+    pub(super) fn total(&self) -> usize {
+        self.rows.len() * self.lines
+    }
 }
 
 /// What is done to raw scores before the softmax, for one lane.

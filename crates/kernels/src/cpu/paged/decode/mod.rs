@@ -15,7 +15,8 @@ mod avx512;
 
 use half::{bf16, f16};
 
-use self::body::{Body, Scores, TILE, Transform, Values};
+pub(crate) use self::body::TILE;
+use self::body::{Ahead, Body, Scores, Transform, Values};
 use super::arena::{Arena, arena_bytes};
 use super::call::Call;
 use super::state::{State, Tree, acc_stride, state_len};
@@ -72,7 +73,7 @@ pub(super) fn scratch_bytes(work: &WorkList) -> usize {
         + arena_bytes::<f32>(work.max_state_len * work.max_depth)
 }
 
-/// A cache tensor `[P, S, G, D]` as addresses.
+/// A cache tensor `[P, S, G, D]` from an item's first head on, as addresses.
 #[derive(Clone, Copy)]
 struct Plane {
     base: *const u8,
@@ -80,21 +81,26 @@ struct Plane {
     token: u64,
     head: usize,
     size: usize,
+    /// Bytes of one head's row.
+    width: usize,
 }
 
 impl Plane {
-    fn of(tensor: &TensorRef<'_>) -> Plane {
+    fn of(tensor: &TensorRef<'_>, first_head: usize) -> Plane {
         let (strides, size) = (tensor.strides(), tensor.dtype().size());
         let (page, token) = (strides[0] as u64, strides[1] as u64);
-        Plane { base: tensor.as_ptr(), page, token, head: strides[2] * size, size }
+        let width = tensor.shape()[3] * size;
+        let base = tensor.as_ptr().wrapping_add(first_head * strides[2] * size);
+        Plane { base, page, token, head: strides[2] * size, size, width }
     }
 
+    /// Token `slot` of page `page` under the first head.
     fn row(&self, page: u32, slot: u32) -> *const u8 {
         self.base.wrapping_add(token_offset(page, slot, self.page, self.token) as usize * self.size)
     }
 }
 
-/// Where the rows of a tile's keys lie, under head 0.
+/// Where the rows of a tile's keys lie, under the item's first head.
 #[derive(Clone, Copy)]
 struct Rows {
     k: [*const u8; TILE],
@@ -105,6 +111,16 @@ struct Rows {
 
 impl Rows {
     const NONE: Rows = Rows { k: [std::ptr::null(); TILE], v: [std::ptr::null(); TILE], seen: 0 };
+
+    /// The `part`-th of `parts` shares of the tokens from the first to the last seen one.
+    fn share(&self, part: usize, parts: usize) -> std::ops::Range<usize> {
+        if self.seen == 0 {
+            return 0..0;
+        }
+        let (first, end) = (self.seen.trailing_zeros() as usize, 64 - self.seen.leading_zeros() as usize);
+        let count = end - first;
+        first + count * part / parts..first + count * (part + 1) / parts
+    }
 
     /// Looks up the keys from the first to the last seen one.
     fn locate(&mut self, row: &Row, pages: &[i32], page_size: u32, tile: u32, k: &Plane, v: &Plane) {
@@ -172,8 +188,8 @@ pub(super) fn run(
         first_head: item.kv_head_begin as usize,
         heads,
         lanes,
-        k: Plane::of(&call.k),
-        v: Plane::of(&call.v),
+        k: Plane::of(&call.k, item.kv_head_begin as usize),
+        v: Plane::of(&call.v, item.kv_head_begin as usize),
     }
     .leaves(item.leaf_begin, item.leaf_end);
     let len = state_len(lanes, geometry.head_dim_vo);
@@ -319,6 +335,12 @@ impl Pass<'_> {
         rows.locate(row, pages, self.call.geometry.page_size as u32, tile, &self.k, &self.v);
     }
 
+    /// Cache lines of a token's row under the item's heads, where those are neighbours.
+    fn lines(&self, plane: &Plane) -> usize {
+        let bytes = plane.head * (self.heads - 1) + plane.width;
+        if bytes <= 2 * self.heads * plane.width { bytes.div_ceil(64) } else { plane.width.div_ceil(64) }
+    }
+
     fn state_len(&self) -> usize {
         state_len(self.lanes, self.call.geometry.head_dim_vo)
     }
@@ -359,16 +381,14 @@ impl Pass<'_> {
         let raw = self.call.raw_scores();
         let stride = q_stride(geometry.head_dim_qk);
         let (mut k, mut v) = (Offset::NONE, Offset::NONE);
-        let (mut k_ahead, mut v_ahead) = (Offset::NONE, Offset::NONE);
+        let (k_ahead, v_ahead) = (self.lines(&self.k), self.lines(&self.v));
         for head in 0..self.heads {
             let kv_head = self.first_head + head;
-            k.set(&now.k, kv_head * self.k.head);
-            v.set(&now.v, kv_head * self.v.head);
-            // What comes next: this tile under the next head, or the next tile under the first.
-            let (rows, ahead_head) =
-                if head + 1 < self.heads { (now, kv_head + 1) } else { (next, self.first_head) };
-            k_ahead.set(&rows.k, ahead_head * self.k.head);
-            v_ahead.set(&rows.v, ahead_head * self.v.head);
+            k.set(&now.k, head * self.k.head);
+            v.set(&now.v, head * self.v.head);
+            // Each head's turn fetches its share of the next tile's tokens, under all heads: as they lie.
+            let share = next.share(head, self.heads);
+            let run_begin = now.seen.trailing_zeros() as usize;
             let q = self.packed[head * self.lanes * stride..].as_ptr().cast::<u8>();
             for (first, end) in runs(now.seen) {
                 let job = Scores {
@@ -378,7 +398,7 @@ impl Pass<'_> {
                     keys: &k.rows[first..end],
                     head_dim: geometry.head_dim_qk,
                     scores: self.scores[first..].as_mut_ptr(),
-                    ahead: ahead(&k_ahead, rows.seen, first, end),
+                    ahead: Ahead { rows: &next.k[share.clone()], lines: if first == run_begin { k_ahead } else { 0 } },
                 };
                 // SAFETY: `Body::select` was given a supported instruction set. Queries are packed `lanes` by
                 // `stride`, scores hold `[lanes, TILE]`. Every key of the run is seen by a query of the row, hence
@@ -419,7 +439,7 @@ impl Pass<'_> {
                     head_dim: width,
                     acc: state.acc.as_mut_ptr(),
                     acc_stride: acc_width,
-                    ahead: ahead(&v_ahead, rows.seen, first, end),
+                    ahead: Ahead { rows: &next.v[share.clone()], lines: if first == run_begin { v_ahead } else { 0 } },
                 };
                 // SAFETY: as for scores; the accumulator holds `[lanes, acc_stride]`.
                 unsafe { (self.body.values)(&job) };
@@ -451,15 +471,6 @@ impl Offset {
             *to = from.wrapping_add(bytes);
         }
     }
-}
-
-/// The rows to prefetch beside keys `first..end`; none when the tile ahead has no key there.
-fn ahead(rows: &Offset, seen: u64, first: usize, end: usize) -> &[*const u8] {
-    if seen == 0 {
-        return &[];
-    }
-    let (from, to) = (seen.trailing_zeros() as usize, 64 - seen.leading_zeros() as usize);
-    if first < from { &[] } else { &rows.rows[first..end.min(to).max(first)] }
 }
 
 /// Maximal runs of set bits, as `first..end`.
