@@ -7,8 +7,7 @@ use std::hint::black_box;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
 use mstar_attn_paged::{
-    Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Stream, TensorMut, Variant, Workspace,
-    run,
+    Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Stream, TensorMut, Variant, Workspace, run,
 };
 use mstar_kernels::{Buffer, Element};
 

@@ -7,6 +7,7 @@ use std::alloc::{Layout, LayoutError, alloc, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::view::MAX_RANK;
 use crate::{DType, Device, Error, Result, TensorMut, TensorRef};
 
 /// Alignment of every buffer: a cache line, and a whole AVX-512 register.
@@ -31,11 +32,7 @@ fn layout(bytes: usize) -> std::result::Result<Layout, LayoutError> {
 fn ask_for_huge_pages(ptr: *mut u8, bytes: usize) {
     const MADV_HUGEPAGE: std::ffi::c_int = 14;
     unsafe extern "C" {
-        fn madvise(
-            addr: *mut std::ffi::c_void,
-            length: usize,
-            advice: std::ffi::c_int,
-        ) -> std::ffi::c_int;
+        fn madvise(addr: *mut std::ffi::c_void, length: usize, advice: std::ffi::c_int) -> std::ffi::c_int;
     }
     // SAFETY: the range lies in an allocation of this process, starts on a page, and the advice changes no content.
     unsafe { madvise(ptr.cast(), bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE) };
@@ -129,7 +126,13 @@ impl Buffer {
         let strides = self.check(byte_offset, dtype, shape)?;
         // SAFETY: `check` holds the view inside the buffer, which outlives the borrow.
         unsafe {
-            TensorRef::from_raw_parts(self.ptr.as_ptr().add(byte_offset), Device::Cpu, dtype, shape, &strides)
+            TensorRef::from_raw_parts(
+                self.ptr.as_ptr().add(byte_offset),
+                Device::Cpu,
+                dtype,
+                shape,
+                &strides[..shape.len()],
+            )
         }
     }
 
@@ -159,13 +162,21 @@ impl Buffer {
         let strides = self.check(byte_offset, dtype, shape)?;
         // SAFETY: `check` holds the view inside the buffer; exclusivity is the caller's promise.
         unsafe {
-            TensorMut::from_raw_parts(self.ptr.as_ptr().add(byte_offset), Device::Cpu, dtype, shape, &strides)
+            TensorMut::from_raw_parts(
+                self.ptr.as_ptr().add(byte_offset),
+                Device::Cpu,
+                dtype,
+                shape,
+                &strides[..shape.len()],
+            )
         }
     }
 
-    fn check(&self, byte_offset: usize, dtype: DType, shape: &[usize]) -> Result<Vec<usize>> {
+    /// Row-major strides of a view, which holds them inline: a run makes views and allocates nothing.
+    fn check(&self, byte_offset: usize, dtype: DType, shape: &[usize]) -> Result<[usize; MAX_RANK]> {
         let overflow = || Error::Overflow { shape: shape.to_vec() };
-        let mut strides = vec![1usize; shape.len()];
+        assert!(shape.len() <= MAX_RANK, "a view has at most {MAX_RANK} axes, got {shape:?}");
+        let mut strides = [1usize; MAX_RANK];
         for axis in (1..shape.len()).rev() {
             strides[axis - 1] = strides[axis].checked_mul(shape[axis].max(1)).ok_or_else(overflow)?;
         }
@@ -174,6 +185,7 @@ impl Buffer {
             numel.checked_mul(dtype.size()).and_then(|b| b.checked_add(byte_offset)).ok_or_else(overflow)?;
         if end > self.bytes || !byte_offset.is_multiple_of(dtype.size()) {
             let available = self.bytes.saturating_sub(byte_offset) / dtype.size();
+            let strides = strides[..shape.len()].to_vec();
             return Err(Error::OutOfBounds { shape: shape.to_vec(), strides, needed: numel, available });
         }
         Ok(strides)

@@ -20,8 +20,18 @@ fn in_pool<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
 
 /// Rows of both families, with lengths about every tile and leaf edge.
 fn mixed() -> Vec<RowSpec> {
-    let lengths =
-        [(1, 511), (1, 512), (1, 513), (2, 1500), (1, 63), (1, 64), (20, 65), (4, 5000), (150, 200), (30, 4097)];
+    let lengths = [
+        (1, 511),
+        (1, 512),
+        (1, 513),
+        (2, 1500),
+        (1, 63),
+        (1, 64),
+        (20, 65),
+        (4, 5000),
+        (150, 200),
+        (30, 4097),
+    ];
     lengths.into_iter().map(|(q, kv)| row(q, kv)).collect()
 }
 
@@ -124,8 +134,11 @@ fn retention_changes_no_bit_beyond_the_window() {
     // The window hides what was given back, so the row must not notice that it is gone.
     let variant = Variant { window_left: Some(600), ..Variant::causal(32) };
     let whole = [(7, row(1, 3000)), (8, row(30, 2000)), (9, row(2, 1200))];
-    let dropped = |spec: &RowSpec, pages: usize| {
-        RowSpec { kv_len: spec.kv_len - 16 * pages, dropped_pages: pages, start: 3, ..spec.clone() }
+    let dropped = |spec: &RowSpec, pages: usize| RowSpec {
+        kv_len: spec.kv_len - 16 * pages,
+        dropped_pages: pages,
+        start: 3,
+        ..spec.clone()
     };
     let kept = [(7, dropped(&whole[0].1, 149)), (8, dropped(&whole[1].1, 84)), (9, dropped(&whole[2].1, 36))];
     for causal in [true, false] {
@@ -176,7 +189,11 @@ fn cascade<T: Number>(variant: Variant, rows: &[RowSpec], expect_shared: bool) {
         let options = PlanOptions { workers, ..PlanOptions::default() };
         let shared = batch.plan(&options).shared_items();
         assert_eq!(shared > 0, expect_shared, "{shared} shared items");
-        same_bits(&without, &batch.run_with(&options), &format!("cascade with {workers} workers, {variant:?}"));
+        same_bits(
+            &without,
+            &batch.run_with(&options),
+            &format!("cascade with {workers} workers, {variant:?}"),
+        );
     }
 }
 

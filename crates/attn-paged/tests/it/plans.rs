@@ -2,8 +2,8 @@
 
 use half::bf16;
 use mstar_attn_paged::{
-    Capacity, DType, Error, Inputs, Outputs, Plan, PlanCacheKey, PlanOptions, Planned, Stream, TensorMut, TensorRef,
-    Variant, Workspace, run, select_last_hidden,
+    Capacity, DType, Error, Inputs, Outputs, Plan, PlanCacheKey, PlanOptions, Planned, Stream, TensorMut,
+    TensorRef, Variant, Workspace, run, select_last_hidden,
 };
 
 use crate::harness::{Batch, Shape, row, same_bits};
@@ -70,9 +70,7 @@ fn a_refused_batch_leaves_the_plan_as_it_was() {
     let mut bad = good.clone();
     bad.kv_indices[0] = 1000;
     assert!(bad.with_table(|t| plan.replan(&bad.geometry(), &bad.variant, t, &options)).is_err());
-    for (rows, what) in
-        [(vec![(1, 1); 3], "rows"), (vec![(4, 4)], "tokens"), (vec![(1, 100)], "pages")]
-    {
+    for (rows, what) in [(vec![(1, 1); 3], "rows"), (vec![(4, 4)], "tokens"), (vec![(1, 100)], "pages")] {
         let large = batch(&rows);
         let said = large.with_table(|t| plan.replan(&large.geometry(), &large.variant, t, &options));
         assert!(matches!(said, Err(Error::Capacity { what: named, .. }) if named == what), "{said:?}");

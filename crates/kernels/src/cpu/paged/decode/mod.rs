@@ -398,7 +398,10 @@ impl Pass<'_> {
                     keys: &k.rows[first..end],
                     head_dim: geometry.head_dim_qk,
                     scores: self.scores[first..].as_mut_ptr(),
-                    ahead: Ahead { rows: &next.k[share.clone()], lines: if first == run_begin { k_ahead } else { 0 } },
+                    ahead: Ahead {
+                        rows: &next.k[share.clone()],
+                        lines: if first == run_begin { k_ahead } else { 0 },
+                    },
                 };
                 // SAFETY: `Body::select` was given a supported instruction set. Queries are packed `lanes` by
                 // `stride`, scores hold `[lanes, TILE]`. Every key of the run is seen by a query of the row, hence
@@ -439,7 +442,10 @@ impl Pass<'_> {
                     head_dim: width,
                     acc: state.acc.as_mut_ptr(),
                     acc_stride: acc_width,
-                    ahead: Ahead { rows: &next.v[share.clone()], lines: if first == run_begin { v_ahead } else { 0 } },
+                    ahead: Ahead {
+                        rows: &next.v[share.clone()],
+                        lines: if first == run_begin { v_ahead } else { 0 },
+                    },
                 };
                 // SAFETY: as for scores; the accumulator holds `[lanes, acc_stride]`.
                 unsafe { (self.body.values)(&job) };
