@@ -381,6 +381,29 @@ mod tests {
     }
 
     #[test]
+    fn latents_lie_beside_their_rotary_parts_which_may_be_absent() {
+        for e in [2usize, 0] {
+            let layout = KvLayout::Mla { kv_lora_rank: 3, qk_rope_head_dim: e };
+            let memory = KvMemory::new(&KvConfig::new(layout, DType::F32, 2, 3)).unwrap();
+            let ckv = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
+            let kpe = [-1f32, -2.0, -3.0, -4.0];
+            let ckv = TensorRef::from_slice(&ckv, &[2, 3]).unwrap();
+            let kpe = TensorRef::from_slice(&kpe[..2 * e], &[2, e]).unwrap();
+            memory.write(0, &[5, 2], KvEntries::Mla { ckv, kpe }, &Stream::cpu()).unwrap();
+            let LayerView::Mla { latent } = memory.layer(0).unwrap() else { panic!() };
+            let row = |page, slot| {
+                let row = latent.select(0, page).unwrap().select(0, slot).unwrap();
+                row.as_slice::<f32>().unwrap().to_vec()
+            };
+            assert_eq!(row(2, 1), [&[1.0, 2.0, 3.0][..], &[-1.0, -2.0][..e]].concat());
+            assert_eq!(row(1, 0), [&[4.0, 5.0, 6.0][..], &[-3.0, -4.0][..e]].concat());
+            assert_eq!((row(1, 1), row(2, 0)), (vec![0.0; 3 + e], vec![0.0; 3 + e]));
+            let wrong = KvEntries::Nhd { k: ckv, v: ckv };
+            assert!(memory.write(0, &[5, 2], wrong, &Stream::cpu()).is_err());
+        }
+    }
+
+    #[test]
     fn pages_move_with_every_plane_and_layer() {
         let memory = memory();
         for layer in 0..2u8 {

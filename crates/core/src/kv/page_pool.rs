@@ -6,6 +6,8 @@
 
 use std::collections::VecDeque;
 
+use mstar_kernels::mutant::planted;
+
 use super::SINK_PAGE;
 
 /// A page's id: its index in every layer of every plane.
@@ -184,7 +186,7 @@ impl PagePool {
             return Err(PageError::DoubleFree { page, owners: 0 });
         };
         self.entry(page).owners = owners;
-        if owners > 0 {
+        if owners > 0 && !planted("free-referenced-page") {
             return Ok(Released::Owned);
         }
         if state.sealed {

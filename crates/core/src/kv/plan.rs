@@ -116,7 +116,10 @@ impl KvPlan {
             self.positions.push(indptr(position)?);
         }
         let kv_offset = stream.kv_offset(page_size);
-        let last = if used == 0 { 0 } else { kv_len - kv_offset - (used - 1) * page_size };
+        let mut last = if used == 0 { 0 } else { kv_len - kv_offset - (used - 1) * page_size };
+        if planted("last-page-len-plus-one") {
+            last += 1;
+        }
         self.rows.push(KvRow {
             request: row.request.clone(),
             label: row.label.clone(),

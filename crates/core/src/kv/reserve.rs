@@ -9,6 +9,8 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
+use mstar_kernels::mutant::planted;
+
 use super::events::KvEvent;
 use super::gate::Gate;
 use super::ledger::{Ledger, Place};
@@ -368,7 +370,8 @@ impl Ledger {
 
     /// Whether a page must be copied before a stream that owns it writes to it.
     fn is_shared(&self, page: PageId) -> Result<bool> {
-        Ok(self.pool.owners(page)? > 1 || self.pool.is_sealed(page)?)
+        let alone = if planted("fork-writes-shared-page") { 2 } else { 1 };
+        Ok(self.pool.owners(page)? > alone || self.pool.is_sealed(page)?)
     }
 
     /// A stream as the step has it so far.
@@ -421,7 +424,8 @@ impl Ledger {
 
     /// Gives back everything that a step claimed, so that the pool is as it was.
     pub(super) fn unclaim(&mut self, r: &mut Reservation) -> Result<()> {
-        for claim in std::mem::take(&mut r.claims).into_iter().rev() {
+        let forgotten = usize::from(planted("rollback-forgets-page"));
+        for claim in std::mem::take(&mut r.claims).into_iter().skip(forgotten).rev() {
             if claim.fresh {
                 self.pool.unallocate(claim.page)?;
             } else {

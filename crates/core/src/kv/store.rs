@@ -8,6 +8,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use mstar_kernels::mutant::planted;
 use mstar_kernels::{Stream, TensorRef};
 
 use super::gate::{Barred, Extent, Gate};
@@ -323,7 +324,9 @@ impl PagedStore {
             Reload::Here => Ok(Outcome::Admitted),
             Reload::Not(outcome) => Ok(outcome),
             Reload::Copy(host, pages) => {
-                self.memory.load(&host, &pages);
+                let mut into = pages.clone();
+                into.rotate_left(usize::from(planted("reload-wrong-page") && pages.len() > 1));
+                self.memory.load(&host, &into);
                 self.ledger().end_reload(request, &pages)?;
                 Ok(Outcome::Admitted)
             }

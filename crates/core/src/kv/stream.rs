@@ -3,6 +3,8 @@
 
 use std::sync::Arc;
 
+use mstar_kernels::mutant::planted;
+
 use super::page_table::PageTable;
 use super::prefix::Chain;
 use super::{KvConfig, PageId};
@@ -101,7 +103,8 @@ impl Stream {
     pub(super) fn retire(&mut self, config: &KvConfig) -> Vec<PageId> {
         let Some(kept) = config.retention else { return Vec::new() };
         self.first_kept = self.first_kept.max(self.len.saturating_sub(kept));
-        let first_page = self.first_kept / config.page_size;
+        let first_page =
+            self.first_kept / config.page_size + usize::from(planted("retention-one-page-too-many"));
         let gone = self.table.take_front(first_page - self.first_page);
         self.first_page = first_page;
         gone

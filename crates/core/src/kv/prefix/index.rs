@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeSet, HashMap};
 
+use mstar_kernels::mutant::planted;
+
 use super::key::{PageHash, PageKey};
 use crate::kv::PageId;
 
@@ -116,7 +118,8 @@ impl PrefixIndex {
         let key = self.key(parent, tokens).ok_or(())?;
         let same = |&&at: &&usize| {
             let entry = self.entry(at);
-            entry.parent == parent && *entry.tokens == *tokens
+            let same_tokens = *entry.tokens == *tokens || planted("prefix-hash-trusted");
+            entry.parent == parent && same_tokens
         };
         let found = self.by_key.get(&key).and_then(|all| all.iter().find(same));
         Ok(found.map(|&at| (EntryRef { at, number: self.entry(at).number }, self.entry(at).page)))
@@ -198,7 +201,7 @@ impl PrefixIndex {
         let (was, leaf) = (entry.pinned(), entry.children == 0);
         entry.held = true;
         let (last_used, parent) = (entry.last_used, entry.parent);
-        if leaf {
+        if leaf && !planted("evict-referenced-page") {
             self.leaves.remove(&(last_used, at));
         }
         if !was {

@@ -3,6 +3,8 @@
 
 use std::collections::HashMap;
 
+use mstar_kernels::mutant::planted;
+
 use super::Chain;
 use crate::kv::KvConfig;
 use crate::kv::events::KvEvent;
@@ -23,7 +25,8 @@ impl Ledger {
     ) -> Result<(Stream, usize)> {
         let mut stream = Stream::empty(self.next_generation(), root);
         // One token is left to compute, and a stream longer than is allowed is refused at admission.
-        let most = prompt.len().min(max_seq_len).saturating_sub(1) / config.page_size;
+        let left = usize::from(!planted("prefix-whole-prompt"));
+        let most = prompt.len().min(max_seq_len).saturating_sub(left) / config.page_size;
         for tokens in prompt.chunks_exact(config.page_size).take(most) {
             let Some(chain) = stream.content.chain else { break };
             let Ok(Some((entry, page))) = self.index.find(chain, tokens) else { break };
@@ -74,7 +77,9 @@ impl Ledger {
                         if repointed {
                             generation = self.next_generation();
                             later.generation = generation;
-                            later.table.replace(at, shared);
+                            if !planted("dedupe-keeps-own") {
+                                later.table.replace(at, shared);
+                            }
                             self.retain(shared)?;
                             self.release(own)?;
                             self.counters.repointed += 1;

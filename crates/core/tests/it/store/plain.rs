@@ -124,3 +124,12 @@ fn a_reset_keeps_or_frees_pages_and_the_stream_starts_anew() {
     assert_eq!(store.stats().pages_held, 0);
     assert!(matches!(store.reset(&request("b"), true), Err(Error::UnknownRequest { .. })));
 }
+
+#[test]
+fn a_store_allocates_what_its_geometry_says_to_the_byte() {
+    let config = config(4, 16);
+    let store = store(config.clone());
+    assert_eq!(store.stats().bytes, config.memory_bytes().unwrap());
+    let token = 2 * 2 * 4 + 3; // keys and values of width 2 in f32, and the plane
+    assert_eq!(store.stats().bytes, 2 * 17 * 4 * token);
+}
