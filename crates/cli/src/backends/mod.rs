@@ -6,7 +6,7 @@ mod registry;
 mod softmax;
 
 pub(crate) use device::choose;
-pub(crate) use registry::registry;
+pub(crate) use registry::{registry, workspace_bytes};
 pub(crate) use softmax::softmax;
 
 use self::device::NOT_BUILT;

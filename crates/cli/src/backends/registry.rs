@@ -1,6 +1,6 @@
 //! Which backends this build has: the only file that knows a backend's feature.
 
-use mstar_core::attend::Backends;
+use mstar_core::attend::{AttnGeometry, Backends, StepShape};
 #[allow(unused_imports, reason = "a build may have no backend")]
 use std::sync::Arc;
 
@@ -30,4 +30,24 @@ pub(crate) fn registry() -> Backends {
     #[cfg(not(feature = "dsa"))]
     backends.absent("dsa", "dsa", &[]);
     backends
+}
+
+/// Bytes of one workspace that `backend` makes, for each plan label and slot, when it is built for steps of up to
+/// `largest`.
+///
+/// # Errors
+/// A geometry that it does not serve.
+pub(crate) fn workspace_bytes(
+    backend: &str,
+    geometry: &AttnGeometry,
+    largest: StepShape,
+) -> anyhow::Result<usize> {
+    match backend {
+        #[cfg(feature = "paged")]
+        "paged" | "cross" => Ok(mstar_attn_paged::workspace_bound(geometry, largest, 0)?),
+        _ => {
+            let _ = (geometry, largest);
+            Ok(0)
+        }
+    }
 }

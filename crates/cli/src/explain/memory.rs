@@ -3,11 +3,14 @@
 //! Each line is the sum that the code which allocates would make, over the same sizes; sums are made in 128 bits, so
 //! that a spec whose size no machine has is told its size.
 
+use mstar_core::attend::StepShape;
 use mstar_core::kv::{KvConfig, KvLayout};
 use mstar_core::spec::Spec;
 use mstar_kernels::DType;
 
 use super::prepare::Served;
+use crate::backends::workspace_bytes;
+use crate::run::buffers::{Widths, largest_step};
 use crate::run::workload::RequestPlan;
 
 /// One line.
@@ -34,8 +37,10 @@ pub(crate) struct Estimate {
 
 impl Estimate {
     /// The estimate of a checked spec.
-    pub(crate) fn of(spec: &Spec, served: &[Served], requests: &[RequestPlan], threads: usize) -> Estimate {
-        let _ = (served, requests, threads);
+    ///
+    /// # Errors
+    /// A geometry that its backend does not serve.
+    pub(crate) fn of(spec: &Spec, served: &[Served], requests: &[RequestPlan]) -> anyhow::Result<Estimate> {
         let mut lines = Vec::new();
         for (name, kv) in spec.caches() {
             pool(&mut lines, name.as_str(), &kv.config, kv.config.max_num_pages, false);
@@ -43,7 +48,13 @@ impl Estimate {
                 pool(&mut lines, name.as_str(), &kv.config, kv.host_pages, true);
             }
         }
-        Estimate { lines }
+        if let (Some(largest), Some(widths)) = (largest_step(spec, requests), Widths::of(spec, requests)) {
+            forward(&mut lines, &widths);
+            for served in served {
+                workspaces(&mut lines, spec, served, largest)?;
+            }
+        }
+        Ok(Estimate { lines })
     }
 
     /// Bytes taken when the run begins, and held to its end.
@@ -95,6 +106,52 @@ fn pool(lines: &mut Vec<Line>, name: &str, kv: &KvConfig, pages: usize, host: bo
             plane.dtype,
         );
     }
+}
+
+/// Queries, keys, values and outputs of one forward, which every layer uses again.
+fn forward(lines: &mut Vec<Line>, widths: &Widths) {
+    let Widths { tokens, num_qo_heads: h, num_kv_heads: g, head_dim: d, dtype } = *widths;
+    lines.push(Line {
+        what: "q, k, v, o and lse of one forward".into(),
+        how: format!("T {tokens} x (2 x (H {h} + G {g}) x D {d} x {} B + H {h} x 4 B)", dtype.size()),
+        bytes: widths.bytes().map_or(u128::MAX, |bytes| bytes as u128),
+        key: "workload.chunked_prefill".into(),
+        at_most: false,
+    });
+}
+
+/// A workspace for each plan label and slot of an attention resource.
+fn workspaces(lines: &mut Vec<Line>, spec: &Spec, served: &Served, largest: StepShape) -> anyhow::Result<()> {
+    let each = workspace_bytes(served.backend, &served.geometry, largest)? as u128;
+    let (labels, slots) = (plan_labels(spec) as u128, plan_slots(spec) as u128);
+    if each > 0 {
+        lines.push(Line {
+            what: format!("{}: workspaces", served.name),
+            how: format!(
+                "labels {labels} x slots {slots} x {each} B (for {} rows, {} tokens, {} keys a row)",
+                largest.rows, largest.tokens, largest.kv_len
+            ),
+            bytes: labels * slots * each,
+            key: "workload.max_batch".into(),
+            at_most: false,
+        });
+    }
+    Ok(())
+}
+
+/// Labels that plans are made under: `main`, and those of the forks, or the one group that they are packed into.
+fn plan_labels(spec: &Spec) -> usize {
+    1 + match spec.synthetic().and_then(|synthetic| synthetic.forks.as_ref()) {
+        None => 0,
+        Some(forks) if forks.combined => 1,
+        Some(forks) => forks.labels.len(),
+    }
+}
+
+/// Slots that plans are made in: the first alone, unless steps are planned ahead or buckets are warmed up in each.
+fn plan_slots(spec: &Spec) -> usize {
+    let preplan = spec.workload.as_ref().is_some_and(|workload| workload.preplan);
+    spec.graph.as_ref().map_or(1, |graph| graph.slots).max(if preplan { 2 } else { 1 })
 }
 
 #[cfg(test)]

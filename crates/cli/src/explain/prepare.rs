@@ -85,7 +85,7 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
             .with_context(|| format!("{source}: workload"))?,
     };
     let machine = Machine::probe();
-    let estimate = Estimate::of(&spec, &attentions, &requests, machine.threads);
+    let estimate = Estimate::of(&spec, &attentions, &requests).with_context(|| source.clone())?;
     Ok(Prepared {
         spec,
         path: arguments.spec.clone(),

@@ -1,5 +1,6 @@
 //! One forward's queries, keys, values and outputs, in memory that every layer and step reuses.
 
+use mstar_core::attend::StepShape;
 use mstar_core::kv::KvLayout;
 use mstar_core::spec::Spec;
 use mstar_kernels::synth::{self, Exact, Kind};
@@ -48,17 +49,6 @@ impl Widths {
         let token = heads.checked_mul(self.head_dim)?.checked_mul(self.dtype.size())?;
         self.tokens.checked_mul(token.checked_add(self.num_qo_heads.checked_mul(4)?)?)
     }
-}
-
-/// The largest step that a run of a workload can make.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct StepShape {
-    /// Rows of one plan.
-    pub(crate) rows: usize,
-    /// Query tokens of one plan.
-    pub(crate) tokens: usize,
-    /// Tokens that one row attends at most.
-    pub(crate) kv_len: usize,
 }
 
 /// The largest step of a run of `requests`; `None` without a workload.

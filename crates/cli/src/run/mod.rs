@@ -112,7 +112,8 @@ fn drive(args: &Arguments, prepared: &Prepared, files: &mut Files) -> anyhow::Re
     let workload = spec.workload.as_ref().context("the spec has no workload")?;
     let read_limit = limit::read_bandwidth();
     let phases = Arc::new(Phases::default());
-    let model = Model::build(spec, prepared.device, &prepared.attentions, &phases)?;
+    let largest = buffers::largest_step(spec, &prepared.requests);
+    let model = Model::build(spec, prepared.device, &prepared.attentions, largest, &phases)?;
     let widths = Widths::of(spec, &prepared.requests).context("run needs a cache of heads (layout: nhd)")?;
     let mut live =
         Live::new(&model, &prepared.requests, Buffers::new(widths)?, spec.seed, args.verify, phases.clone());

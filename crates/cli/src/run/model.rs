@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
-use mstar_core::attend::{AttnGeometry, BuildContext};
+use mstar_core::attend::{AttnGeometry, BuildContext, StepShape};
 use mstar_core::graph::Buckets;
 use mstar_core::kv::{KvConfig, KvLayout, PagedKv, PagedKvCache};
 use mstar_core::resource::EngineOptions;
@@ -61,6 +61,7 @@ impl Model {
         spec: &Spec,
         device: Device,
         served: &[Served],
+        largest: Option<StepShape>,
         phases: &Arc<Phases>,
     ) -> anyhow::Result<Model> {
         let preplan = spec.workload.as_ref().is_some_and(|workload| workload.preplan);
@@ -96,7 +97,7 @@ impl Model {
                         kv_cache: find(&attention.kv_cache),
                         query_from: find(&attention.query_from),
                         slots,
-                        largest: None,
+                        largest,
                         schedule: spec.schedule,
                         fallback: spec.fallback,
                     });

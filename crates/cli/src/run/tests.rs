@@ -226,7 +226,7 @@ fn ran(sets: &[&str], wrong: Option<Wrong>) -> Ran {
         })
         .collect();
     let phases = Arc::new(Phases::default());
-    let model = Model::build(&spec, Device::Cpu, &served, &phases).unwrap();
+    let model = Model::build(&spec, Device::Cpu, &served, None, &phases).unwrap();
     let buffers = Buffers::new(Widths::of(&spec, &requests).unwrap()).unwrap();
     let mut live = Live::new(&model, &requests, buffers, spec.seed, 1.0, phases.clone());
     let limits = Limits {

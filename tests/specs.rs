@@ -1,0 +1,246 @@
+//! Specs as a user meets them: the program's answers, its exit codes, and the width of its lines.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// Columns that no line passes.
+const COLUMNS: usize = 80;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// The program, run from the workspace's root as a user would.
+fn mstar(args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mstar"));
+    command.args(args).current_dir(root()).env_remove("MSTAR_DATA").env_remove("MSTAR_ISA");
+    command.output().expect("the program starts")
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).expect("stdout is UTF-8")
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).expect("stderr is UTF-8")
+}
+
+/// The shipped specs.
+fn shipped() -> Vec<PathBuf> {
+    let entries = fs::read_dir(root().join("specs")).expect("specs is a directory");
+    let mut found: Vec<PathBuf> = entries
+        .map(|entry| entry.expect("a readable entry").path())
+        .filter(|path| path.extension().is_some_and(|ext| ext == "yaml"))
+        .collect();
+    found.sort();
+    assert!(found.len() >= 10, "{found:?}");
+    found
+}
+
+/// Refused: exit code 2, nothing on stdout, these lines on stderr.
+#[track_caller]
+fn refused(args: &[&str], expected: &str) {
+    let output = mstar(args);
+    assert_eq!(stderr(&output).trim_end(), expected, "{args:?}");
+    assert_eq!(output.status.code(), Some(2), "{args:?}");
+    assert_eq!(stdout(&output), "", "{args:?}");
+}
+
+#[track_caller]
+fn fits(text: &str, what: &str) {
+    for line in text.lines() {
+        assert!(line.chars().count() <= COLUMNS, "{what}: {} columns: {line}", line.chars().count());
+        assert!(!line.contains('\u{1b}'), "{what}: colour without a terminal: {line}");
+    }
+}
+
+#[test]
+fn every_shipped_spec_says_what_it_shows_and_is_explained() {
+    for path in shipped() {
+        let text = fs::read_to_string(&path).unwrap();
+        let comment: String = text.lines().take_while(|line| line.starts_with('#')).collect();
+        let says = ["second", " s ", "minute"].iter().any(|unit| comment.contains(unit));
+        assert!(says, "{path:?} does not say how long it takes");
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        assert!(text.contains(&format!("\nname: {name}\n")), "{path:?} is called otherwise");
+        let spec = format!("specs/{name}.yaml");
+        let output = mstar(&["explain", &spec]);
+        assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""), "{spec}");
+        let said = stdout(&output);
+        fits(&said, &spec);
+        assert!(said.contains("mstar run would start it."), "{said}");
+    }
+}
+
+#[test]
+fn explain_as_json_holds_the_same_figures() {
+    let output = mstar(&["explain", "specs/quickstart.yaml", "--json"]);
+    let value: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("valid JSON");
+    let lines = value["memory"].as_array().expect("memory by line");
+    let sum: u64 = lines.iter().filter(|l| l["at_most"] == false).map(|l| l["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(value["memory_bytes"].as_u64(), Some(sum));
+    assert!(sum > 0 && value["refusals"].as_array().unwrap().is_empty(), "{value}");
+    assert_eq!(value["name"], "quickstart");
+}
+
+#[test]
+fn f36_a_refused_spec_is_exit_code_2_and_a_line_for_each_fault() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = fs::read_to_string(root().join("specs/quickstart.yaml")).unwrap();
+    let path = folder.path().join("bad.yaml");
+    let file = path.to_str().unwrap();
+    let bad = good.replace("page_size:", "page-size:").replace("max_batch: 8", "max_batch: 0");
+    fs::write(&path, &bad).unwrap();
+    let line = |needle: &str| bad.lines().position(|line| line.contains(needle)).unwrap() + 1;
+    let expected = format!(
+        "mstar: {file}:{}:5: resources.kv.page-size: unknown key in a resource of kind kv; write page_size\n\
+         mstar: {file}:{}:14: workload.max_batch: expected a whole number from 1 to 65536, got 0",
+        line("page-size"),
+        line("max_batch")
+    );
+    for command in ["explain", "run"] {
+        refused(&[command, file], &expected);
+    }
+}
+
+#[test]
+fn a_file_that_is_no_spec_is_one_line() {
+    refused(
+        &["explain", "nowhere.yaml"],
+        "mstar: nowhere.yaml: no such file; specs/quickstart.yaml is one to begin with",
+    );
+    refused(&["explain", "specs"], "mstar: specs: a directory, not a spec; name one file");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("empty.yaml");
+    fs::write(&path, "").unwrap();
+    let file = path.to_str().unwrap();
+    refused(
+        &["run", file],
+        &format!("mstar: {file}: the file is empty; see specs/quickstart.yaml for a spec"),
+    );
+    fs::write(&path, [0xff, 0xfe, 0, 1]).unwrap();
+    refused(&["run", file], &format!("mstar: {file}:1:1: not UTF-8 text; is this a YAML file?"));
+}
+
+#[test]
+fn overrides_reach_the_spec_and_are_judged() {
+    let spec = "specs/quickstart.yaml";
+    let output = mstar(&["explain", spec, "--set", "model.layers=3", "--json"]);
+    let value: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("valid JSON");
+    assert_eq!(value["layers"][0]["layers"], 3);
+    refused(
+        &["explain", spec, "--set", "model.layer=3"],
+        &format!("mstar: {spec}: --set model.layer: unknown key in model; did you mean layers?"),
+    );
+    refused(
+        &["run", spec, "--set", "workload.requests"],
+        &format!("mstar: {spec}: --set workload.requests: expected key=value, such as workload.requests=20"),
+    );
+}
+
+#[test]
+fn a_backend_is_found_or_the_nearest_said() {
+    let spec = "specs/quickstart.yaml";
+    let said = |backend: &str| {
+        let output = mstar(&["explain", spec, "--set", &format!("resources.attn.backend={backend}")]);
+        assert_eq!(output.status.code(), Some(2), "{backend}");
+        stderr(&output)
+    };
+    assert!(
+        said("flashinfer").contains("is called paged here; write backend: paged"),
+        "{}",
+        said("flashinfer")
+    );
+    assert!(said("pagd").contains("no backend is called pagd; there are: "), "{}", said("pagd"));
+}
+
+#[test]
+fn a_backend_that_is_not_built_is_explained_and_not_run() {
+    let spec = "specs/quickstart.yaml";
+    let set = "resources.attn.backend=mla";
+    let explained = mstar(&["explain", spec, "--set", set]);
+    assert_eq!(explained.status.code(), Some(0));
+    assert!(stdout(&explained).contains("mstar run would refuse it"), "{}", stdout(&explained));
+    fits(&stdout(&explained), "explain");
+    let run = mstar(&["run", spec, "--set", set]);
+    assert_eq!(run.status.code(), Some(2));
+    assert_eq!(
+        stderr(&run).lines().filter(|line| line.starts_with("mstar: ")).count(),
+        1,
+        "{}",
+        stderr(&run)
+    );
+    assert!(stderr(&run).contains("attn: backend mla: "), "{}", stderr(&run));
+}
+
+#[test]
+fn a_spec_that_does_not_fit_in_memory_is_not_started() {
+    let spec = "specs/quickstart.yaml";
+    // 64 TiB: below what a spec may say, above what a machine has.
+    let sets = ["--set", "resources.kv.max_num_pages=2000000000", "--set", "resources.kv.host_pages=0"];
+    let args = [&["run", spec][..], &sets].concat();
+    let run = mstar(&args);
+    assert_eq!(run.status.code(), Some(2), "{}", stderr(&run));
+    let said = stderr(&run);
+    assert!(said.contains("of memory and") && said.contains("lower resources.kv.max_num_pages"), "{said}");
+}
+
+#[test]
+fn f37_without_a_card_auto_is_the_cpu_and_cuda_is_a_sentence() {
+    let spec = "specs/quickstart.yaml";
+    let auto = mstar(&["explain", spec, "--device", "auto"]);
+    assert_eq!(auto.status.code(), Some(0), "{}", stderr(&auto));
+    let first = stdout(&auto).lines().find(|line| line.starts_with("  device ")).unwrap().to_string();
+    assert!(first.contains("cpu ("), "{first}");
+    let cpu = stdout(&mstar(&["explain", spec, "--device", "cpu"]));
+    assert!(cpu.lines().any(|line| line.starts_with("  device     cpu;")), "{cpu}");
+    for device in ["cuda", "cuda:0", "cuda:99"] {
+        for command in ["explain", "run"] {
+            let output = mstar(&[command, spec, "--device", device]);
+            let said = stderr(&output);
+            assert_eq!(output.status.code(), Some(2), "{said}");
+            assert_eq!(said.lines().count(), 1, "{said}");
+            assert!(said.starts_with("mstar: device cuda:") && said.contains("--device cpu"), "{said}");
+            assert!(!said.contains("panicked"), "{said}");
+        }
+    }
+    refused(
+        &["explain", spec, "--device", "tpu"],
+        "mstar: --device: expected auto, cpu, cuda or cuda:N with N below 1024, got tpu",
+    );
+}
+
+#[test]
+fn backends_says_what_is_here() {
+    let output = mstar(&["backends"]);
+    assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""));
+    let said = stdout(&output);
+    fits(&said, "backends");
+    for word in ["paged", "cross", "mla", "cpu", "cuda", "nvrtc"] {
+        assert!(said.contains(&format!("\n  {word}")), "{word}: {said}");
+    }
+    let json = stdout(&mstar(&["backends", "--json"]));
+    let value: serde_json::Value = serde_json::from_str(&json).expect("valid JSON");
+    assert!(value["cpu"]["threads"].as_u64().unwrap() >= 1);
+}
+
+#[test]
+fn arguments_are_refused_with_exit_code_2_and_help_fits() {
+    assert_eq!(mstar(&[]).status.code(), Some(2));
+    assert_eq!(mstar(&["explain"]).status.code(), Some(2));
+    assert_eq!(mstar(&["explian", "x"]).status.code(), Some(2));
+    for args in [&["--help"][..], &["run", "--help"], &["explain", "--help"], &["backends", "--help"]] {
+        let output = mstar(args);
+        assert_eq!(output.status.code(), Some(0), "{args:?}");
+    }
+    assert!(stdout(&mstar(&["--help"])).contains("Exit codes: 0"));
+}
+
+#[test]
+fn an_instruction_set_that_is_not_here_is_refused() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mstar"));
+    let output = command.arg("backends").env("MSTAR_ISA", "avx1024").output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("avx1024"), "{}", stderr(&output));
+}
