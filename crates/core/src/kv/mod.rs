@@ -13,6 +13,7 @@
 //! | `page_pool` | free list, owner counts, seals |
 //! | `page_table`, `stream` | a stream's pages, length, generation, first kept token |
 //! | `prefix` | page keys, the index, matching and offering |
+//! | `ledger` | all bookkeeping, under the store's lock |
 //! | `reserve`, `settle` | admission; commit, rollback, promotion |
 //! | `gate` | copies before writes, writes before the end |
 //! | `plan` | packed rows and page tables |

@@ -301,6 +301,64 @@ mod tests {
         pool.check().unwrap();
     }
 
+    proptest::proptest! {
+        /// Whatever is asked, in whatever order: each page has the owners that were added less those released.
+        #[test]
+        fn f29_no_page_is_in_two_states(ops in proptest::collection::vec((0..6u8, 0..10i32), 1..200)) {
+            let mut pool = PagePool::new(8);
+            let (mut owners, mut sealed) = ([0u32; 8], [false; 8]);
+            for (op, page) in ops {
+                let at = page as usize;
+                let owned = (1..8).contains(&page) && owners[at] > 0;
+                let cached = (1..8).contains(&page) && owners[at] == 0 && sealed[at];
+                match op {
+                    0 => match pool.allocate() {
+                        Some(got) => {
+                            assert!(owners[got as usize] == 0 && !sealed[got as usize]);
+                            owners[got as usize] = 1;
+                        }
+                        None => assert!((1..8).all(|p| owners[p] > 0 || sealed[p])),
+                    },
+                    1 => {
+                        assert_eq!(pool.retain(page).is_ok(), owned || cached);
+                        if owned || cached {
+                            owners[at] += 1;
+                        }
+                    }
+                    2 => {
+                        assert_eq!(pool.release(page).is_ok(), owned);
+                        if owned {
+                            owners[at] -= 1;
+                        }
+                    }
+                    3 => {
+                        let twice = pool.release_all(&[page, page]).is_ok();
+                        assert_eq!(twice, owned && owners[at] >= 2);
+                        if twice {
+                            owners[at] -= 2;
+                        }
+                    }
+                    4 => {
+                        let done = pool.seal(page).is_ok();
+                        assert_eq!(done, owned && !sealed[at]);
+                        if done {
+                            sealed[at] = true;
+                        }
+                    }
+                    _ => {
+                        assert_eq!(pool.evict(page).is_ok(), cached);
+                        if cached {
+                            sealed[at] = false;
+                        }
+                    }
+                }
+                pool.check().unwrap();
+                assert_eq!(pool.free() + pool.cached() + pool.held(), 7);
+                assert!((1..8).all(|p| pool.owners(p as PageId) == Ok(owners[p])));
+            }
+        }
+    }
+
     #[test]
     fn the_longest_free_page_comes_first_and_an_undone_allocation_leaves_no_trace() {
         let mut pool = PagePool::new(4);
