@@ -4,5 +4,6 @@ mod alloc;
 mod faults;
 mod harness;
 mod invariance;
+mod manager;
 mod oracle;
 mod plans;
