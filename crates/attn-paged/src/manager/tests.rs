@@ -1,4 +1,5 @@
 use mstar_core::attend::Softmax;
+use mstar_core::graph::{Bucket, Buckets, warm_up};
 use mstar_core::resource::PaddedShape;
 use mstar_core::step::{AttentionStep, Combined, Declaration, Fork, KvStep, MaskKeys, RowMask};
 use mstar_core::{Admission, Attention, Error, Label, Resource, Segment, Step, StepSerial};
@@ -235,7 +236,7 @@ fn the_buffers_of_a_slot_keep_their_addresses() {
     let rig = Rig::new(4, 64);
     rig.ingest(&["a", "b"]);
     rig.engine
-        .build_accelerator_graph_buffers([mstar_core::graph::Bucket {
+        .build_accelerator_graph_buffers([Bucket {
             walk: "decode".into(),
             shape: PaddedShape { rows: 8, tokens: 8 },
         }])
@@ -505,14 +506,13 @@ fn a_request_that_was_offloaded_comes_back_with_the_same_bits() {
 
 #[test]
 fn every_bucket_warms_up_on_a_pool_smaller_than_its_rows_and_leaves_nothing() {
-    use mstar_core::graph::{Buckets, warm_up};
     for preplan in [true, false] {
         let rig = Rig::with(rig::config(4, 10), Softmax::scaled(0.25), PagedOptions::default(), preplan);
         rig.ingest(&["a"]);
         rig.step(&[("a", 6)], None);
         let before = rig.kv.store().stats().pages_free;
         let buckets = Buckets::decode("decode", &[1, 8, 64]);
-        let declare = |_: &mstar_core::graph::Bucket, rows: &[(mstar_core::RequestId, usize)]| {
+        let declare = |_: &Bucket, rows: &[(mstar_core::RequestId, usize)]| {
             step(&rows.iter().map(|(id, q_len)| (id.as_str(), *q_len)).collect::<Vec<_>>())
         };
         let mut ran = 0;
@@ -602,7 +602,14 @@ fn random_lives_of_steps_always_attend_what_was_kept() {
                 }
                 1 | 2 => {
                     let next = draw(&mut dice);
-                    let ahead = rig.engine.preplan(&running, step(&next)).unwrap().admitted().unwrap();
+                    let shape =
+                        PaddedShape { rows: 6, tokens: next.iter().map(|row| row.1).sum::<usize>() + 3 };
+                    let in_bucket = Bucket { walk: "decode".into(), shape };
+                    let ahead = match dice.below(2) {
+                        0 => rig.engine.preplan(&running, step(&next)),
+                        _ => rig.engine.preplan_in(&running, step(&next), &in_bucket),
+                    };
+                    let ahead = ahead.unwrap().admitted().unwrap();
                     let out = rig.forward(&running, "main");
                     model.check(&rig, &rows, &out, &said);
                     rig.engine.commit(running).unwrap();
@@ -671,4 +678,35 @@ fn f18_workspaces_foreseen_for_the_largest_step_never_grow() {
         rig.engine.abort(planned);
         assert_eq!(rig.attn.workspace_bytes(), bound, "{spans:?}");
     }
+}
+
+#[test]
+fn f13_a_short_request_after_a_long_one_in_the_same_slot_reads_and_writes_its_own_pages_alone() {
+    let bucket = shape(4, 4);
+    let run = |with_long: bool| {
+        let rig = Rig::new(4, 200);
+        rig.ingest(&["short", "long", "live"]);
+        rig.step(&[("short", 10)], None);
+        rig.step(&[("long", 255)], None);
+        rig.step(&[("live", 40)], None);
+        if with_long {
+            rig.step(&[("long", 1)], bucket);
+            rig.engine.remove(&"long".into()).unwrap();
+        }
+        let before = rig.pool();
+        let out = rig.step(&[("short", 1)], bucket).remove(0);
+        let page = rig.kv.store().stream(&"short".into(), &Label::main()).unwrap().pages[2] as usize;
+        let changed: std::collections::BTreeSet<usize> = before
+            .iter()
+            .zip(rig.pool())
+            .enumerate()
+            .filter(|(_, (a, b))| a.to_bits() != b.to_bits())
+            // `pool` lists keys and values of each layer apart, page after page of 4 slots.
+            .map(|(index, _)| index / (G * D) % (200 * 4))
+            .collect();
+        (out, changed == [page * 4 + 2].into())
+    };
+    let (fresh, after) = (run(false), run(true));
+    assert!(fresh.0.same_bits(&after.0));
+    assert!(fresh.1 && after.1, "nothing but the appended slot changed");
 }
