@@ -1,5 +1,6 @@
 //! The paged store, from outside: faults by name, forks, the prefix index, offload, preplan, and the model.
 
+mod engine;
 mod faults;
 mod forks;
 mod harness;
