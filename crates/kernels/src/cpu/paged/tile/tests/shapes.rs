@@ -116,3 +116,42 @@ fn the_error_does_not_grow_with_the_keys() {
         }
     }
 }
+
+#[test]
+fn rows_of_every_kind_at_random() {
+    let mut random = Random(42);
+    let mut pick = |choices: &[usize]| choices[(random.next() % choices.len() as u64) as usize];
+    for round in 0..150 {
+        let (q_len, kv_len) = (pick(&[1, 2, 5, 12, 13, 31, 64]), pick(&[1, 3, 17, 100, 128, 129, 257, 400]));
+        let group = pick(&[1, 2, 3, 5, 8, 16]);
+        let kv_heads = pick(&[1, 2]);
+        let d = pick(&[1, 7, 16, 24, 64, 80]);
+        let kv_begin = pick(&[0, 0, kv_len / 2, kv_len - 1]);
+        let slopes = (0..group * kv_heads).map(|h| 0.5 / (1 + h) as f32).collect();
+        let words = kv_len.div_ceil(64);
+        let mask = (0..q_len * words).map(|i| 0x9e37_79b9_7f4a_7c15u64.rotate_left(i as u32)).collect();
+        let row = Row {
+            dtype: DTYPES[round % 3],
+            q_len,
+            kv_len,
+            kv_heads,
+            group,
+            d,
+            dv: pick(&[1, 15, 16, 32, 33, 64, 96]),
+            page_size: pick(&[1, 3, 16, 64, 512]),
+            kv_offset: kv_begin - pick(&[0, 1, 2]).min(kv_begin),
+            kv_begin,
+            sm_scale: (d as f32).powf(-0.5),
+            causal: pick(&[0, 1]) == 1,
+            window_left: [None, None, Some(0), Some(9), Some(150)][pick(&[0, 1, 2, 3, 4])],
+            cap: [0.0, 0.0, 4.0][pick(&[0, 1, 2])],
+            slopes: [None, None, Some(slopes)][pick(&[0, 1, 2])].clone(),
+            mask: [None, None, Some(mask)][pick(&[0, 1, 2])].clone(),
+            seed: round as u64,
+        };
+        let case = Case::new(row);
+        for &isa in Isa::supported() {
+            case.judge(isa, &format!("round {round}"));
+        }
+    }
+}
