@@ -129,6 +129,7 @@ pub(super) struct Shared {
 /// A step that resources hold something for.
 struct Outstanding {
     serial: StepSerial,
+    step: Arc<Step>,
     slot: Slot,
     /// How many resources, in order, have reserved.
     reserved: usize,
@@ -454,7 +455,7 @@ impl Engine {
     ) -> Result<Admission<Box<Held>>> {
         self.check_names(&step)?;
         let serial = StepSerial(NEXT_SERIAL.fetch_add(1, Ordering::Relaxed));
-        let slot = self.take_slot(serial, after, wanted)?;
+        let slot = self.take_slot(serial, &step, after, wanted)?;
         let lease = bucket.map(|bucket| Lease::new(bucket.clone(), slot));
         let cx =
             StepContext { serial, slot, preplan: after.is_some(), bucket: lease.as_ref().map(Lease::shape) };
@@ -489,7 +490,13 @@ impl Engine {
         self.shared.resources.iter().find(|r| r.name() == name)
     }
 
-    fn take_slot(&self, serial: StepSerial, after: Option<StepSerial>, wanted: Option<Slot>) -> Result<Slot> {
+    fn take_slot(
+        &self,
+        serial: StepSerial,
+        step: &Arc<Step>,
+        after: Option<StepSerial>,
+        wanted: Option<Slot>,
+    ) -> Result<Slot> {
         let mut outstanding = self.shared.lock();
         let refuse = |call, why: &str| Err(Error::Order { call, why: why.into() });
         match (after, outstanding.as_slice()) {
@@ -509,7 +516,7 @@ impl Engine {
         let mut slots = (0..self.slots()).map(Slot);
         let free = slots.find(|s| wanted.is_none_or(|w| w == *s) && outstanding.iter().all(|o| o.slot != *s));
         let slot = free.ok_or_else(|| Error::Invariant("no slot is free with so few steps".into()))?;
-        outstanding.push(Outstanding { serial, slot, reserved: 0 });
+        outstanding.push(Outstanding { serial, step: Arc::clone(step), slot, reserved: 0 });
         Ok(slot)
     }
 

@@ -127,6 +127,20 @@ impl Step {
         self
     }
 
+    /// Whether any part of the step is about `request`.
+    pub fn names(&self, request: &RequestId) -> bool {
+        self.resources.values().any(|declaration| match declaration {
+            Declaration::Kv(kv) => {
+                let forks = kv.pre_forks.iter().chain(&kv.post_forks).map(|fork| &fork.request);
+                kv.segments.iter().map(|segment| &segment.request).chain(forks).any(|named| named == request)
+            }
+            Declaration::Attention(attention) => {
+                let queries = attention.queries.iter().flatten().map(|segment| &segment.request);
+                attention.masks.iter().map(|mask| &mask.request).chain(queries).any(|named| named == request)
+            }
+        })
+    }
+
     /// What the step does to the KV cache `resource`, if anything.
     pub fn kv(&self, resource: &ResourceName) -> Option<&KvStep> {
         match self.resources.get(resource) {

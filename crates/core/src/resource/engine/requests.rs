@@ -60,8 +60,13 @@ impl Engine {
     /// Forgets a request in every resource, dependents first. Idempotent.
     ///
     /// # Errors
-    /// When a step still holds it.
+    /// [`Error::Order`] while a step that names it is outstanding; no resource has forgotten it then.
     pub fn remove(&self, request: &RequestId) -> Result<()> {
+        if let Some(step) = self.shared.lock().iter().find(|step| step.step.names(request)) {
+            let why =
+                format!("step {} names request {request}; commit, abort or clear it first", step.serial);
+            return Err(Error::Order { call: "Engine::remove", why });
+        }
         self.shared.resources.iter().rev().try_for_each(|r| r.remove_request(request))
     }
 

@@ -451,6 +451,34 @@ fn ingest_is_idempotent_and_all_or_nothing() {
 }
 
 #[test]
+fn a_request_is_removed_everywhere_or_nowhere() {
+    use crate::step::{AttentionStep, Declaration, KvStep};
+    let world = World::plain();
+    world.engine.ingest(&Ingest::new("a".into())).unwrap();
+    world.engine.ingest(&Ingest::new("b".into())).unwrap();
+    let segment = |request: &str| crate::Segment {
+        request: request.into(),
+        label: crate::Label::main(),
+        span: 1,
+        tokens: [].into(),
+    };
+    let kv = Declaration::Kv(KvStep { segments: vec![segment("a")], ..KvStep::default() });
+    let queries = AttentionStep { queries: Some(vec![segment("a")]), ..AttentionStep::default() };
+    for (name, part) in [("kv", kv), ("attn", Declaration::Attention(queries))] {
+        let step = world.engine.admit(Step::new("decode").with(name, part)).unwrap().admitted().unwrap();
+        let said = world.engine.remove(&"a".into()).unwrap_err().to_string();
+        assert!(said.contains("names request a"), "{said}");
+        assert!(world.mocks.iter().all(|m| m.tracked_requests().contains(&"a".into())));
+        world.engine.abort(step);
+    }
+    let other = world.planned();
+    world.engine.remove(&"b".into()).unwrap();
+    world.engine.commit(other).unwrap();
+    world.engine.remove(&"a".into()).unwrap();
+    assert!(world.mocks.iter().all(|m| m.tracked_requests().is_empty()));
+}
+
+#[test]
 fn overrides_reach_their_resource_or_are_refused() {
     let world = World::plain();
     let mut ingest = Ingest::new("a".into());
