@@ -5,7 +5,7 @@
 //! | [`workload`] | requests: drawn, or read from a trace |
 //! | [`content`], [`script`] | what each token is; what a request does next |
 //! | [`scheduler`], [`event`] | continuous batching over a virtual clock; what happened |
-//! | [`model`], [`declare`], [`runtime`] | the engine of a spec; steps for it; the scheduler's hands |
+//! | [`model`], [`warm`], [`declare`], [`runtime`] | the engine of a spec; its buckets tried; steps for it; the scheduler's hands |
 //! | [`buffers`], [`forward`] | synthetic Q, K, V; one forward, layer after layer |
 //! | [`verify`], [`digest`], [`replay`] | rows against the oracle; outputs as a hash; hits against the log |
 //! | [`phases`], [`memory`], [`limit`], [`report`], [`files`], [`plot`] | costs, and how they are told |
@@ -30,6 +30,7 @@ mod runtime;
 mod scheduler;
 mod script;
 mod verify;
+mod warm;
 pub(crate) mod workload;
 
 #[cfg(test)]
@@ -115,8 +116,10 @@ fn drive(args: &Arguments, prepared: &Prepared, files: &mut Files) -> anyhow::Re
     let largest = buffers::largest_step(spec, &prepared.requests);
     let model = Model::build(spec, prepared.device, &prepared.attentions, largest, &phases)?;
     let widths = Widths::of(spec, &prepared.requests).context("run needs a cache of heads (layout: nhd)")?;
-    let mut live =
-        Live::new(&model, &prepared.requests, Buffers::new(widths)?, spec.seed, args.verify, phases.clone());
+    let mut buffers = Buffers::new(widths)?;
+    warm::up(&model, &mut buffers)?;
+    phases.clear();
+    let mut live = Live::new(&model, &prepared.requests, buffers, spec.seed, args.verify, phases.clone());
     let limits = Limits {
         max_batch: workload.max_batch,
         chunked_prefill: workload.chunked_prefill,

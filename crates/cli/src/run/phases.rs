@@ -62,6 +62,11 @@ impl Phases {
         value
     }
 
+    /// Forgets everything: what a warm-up cost is not the run's.
+    pub(crate) fn clear(&self) {
+        self.lock().clear();
+    }
+
     /// Phase, resource and cost, in the order of a step.
     pub(crate) fn all(&self) -> Vec<(&'static str, String, Cost)> {
         self.lock().iter().map(|((_, phase, resource), cost)| (*phase, resource.clone(), *cost)).collect()

@@ -227,7 +227,8 @@ fn ran(sets: &[&str], wrong: Option<Wrong>) -> Ran {
         .collect();
     let phases = Arc::new(Phases::default());
     let model = Model::build(&spec, Device::Cpu, &served, None, &phases).unwrap();
-    let buffers = Buffers::new(Widths::of(&spec, &requests).unwrap()).unwrap();
+    let mut buffers = Buffers::new(Widths::of(&spec, &requests).unwrap()).unwrap();
+    warm::up(&model, &mut buffers).unwrap();
     let mut live = Live::new(&model, &requests, buffers, spec.seed, 1.0, phases.clone());
     let limits = Limits {
         max_batch: workload.max_batch,

@@ -1,0 +1,69 @@
+//! Before the first request: every bucket once in every slot, with requests that do not exist.
+//!
+//! What grows has grown then, and a shape that cannot run is known before work is lost to it.
+
+use anyhow::Context;
+use mstar_core::attend::{AttnOut, Query, attend};
+use mstar_core::graph::{Bucket, Buckets, warm_up};
+use mstar_core::kv::{KvEntries, PagedKv};
+use mstar_core::step::{Declaration, KvStep};
+use mstar_core::{Label, PlanId, PlannedStep, RequestId, Segment, Step};
+use mstar_kernels::Stream;
+
+use super::buffers::Buffers;
+use super::model::Model;
+use super::script::CONTEXT;
+
+/// Warms every bucket that the pool can hold a row a page of, and proves that no dummy request is left.
+pub(crate) fn up(model: &Model, buffers: &mut Buffers) -> anyhow::Result<()> {
+    let fits = |bucket: &Bucket| bucket.shape.rows <= model.config().usable_pages();
+    let buckets = Buckets::new(model.buckets.iter().filter(fits));
+    if buckets.is_empty() {
+        return Ok(());
+    }
+    let declare = |bucket: &Bucket, rows: &[(RequestId, usize)]| declared(model, bucket, rows);
+    warm_up(&model.engine, &buckets, declare, |planned| run(model, buffers, planned))
+        .context("graph.buckets: a bucket cannot run")
+}
+
+fn declared(model: &Model, bucket: &Bucket, rows: &[(RequestId, usize)]) -> Step {
+    let segments = |label: &Label, spans: bool| -> Vec<Segment> {
+        let segment = |(request, span): &(RequestId, usize)| Segment {
+            request: request.clone(),
+            label: label.clone(),
+            span: if spans { *span } else { 0 },
+            tokens: [].into(),
+        };
+        rows.iter().map(segment).collect()
+    };
+    let kv = KvStep { segments: segments(&Label::main(), true), ..KvStep::default() };
+    let step = Step::new(bucket.walk.as_str()).with(model.parts.kv.clone(), Declaration::Kv(kv));
+    match &model.parts.context {
+        Some(name) => {
+            let context = KvStep { segments: segments(&Label::new(CONTEXT), false), ..KvStep::default() };
+            step.with(name.clone(), Declaration::Kv(context))
+        }
+        None => step,
+    }
+}
+
+/// One forward over whatever the buffers hold.
+fn run(model: &Model, buffers: &mut Buffers, planned: &PlannedStep) -> mstar_core::Result<()> {
+    let stream = Stream::cpu();
+    for label in model.kv.plan_labels(planned.serial())? {
+        let id = PlanId { slot: planned.slot(), label: label.clone(), serial: planned.serial() };
+        let tokens = model.kv.kv_plan(&id)?.slots.len();
+        let mut forward = planned.forward(label, &stream);
+        for layer in 0..model.layers {
+            forward.set_layer(layer);
+            for room in model.rooms() {
+                let own = room.shape.causal || model.cross.iter().all(|cross| cross.name != room.name);
+                let (q, k, v, o, lse) = buffers.views(tokens)?;
+                let fresh = own.then_some(KvEntries::Nhd { k, v });
+                let out = AttnOut { o, lse: Some(lse) };
+                attend(&*room.attention, &mut forward, Query::Heads(q), fresh, out)?;
+            }
+        }
+    }
+    Ok(())
+}
