@@ -85,6 +85,26 @@ fn explain_as_json_holds_the_same_figures() {
 }
 
 #[test]
+fn a_run_allocates_what_explain_said() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["quickstart", "cfg-forks", "llama-gqa-decode"] {
+        let spec = format!("specs/{name}.yaml");
+        let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("valid JSON");
+        let said = json(&stdout(&mstar(&["explain", &spec, "--json"])))["memory_bytes"].as_f64().unwrap();
+        let path = folder.path().join("report.json");
+        let run = mstar(&["run", &spec, "--quiet", "--report", path.to_str().unwrap()]);
+        assert_eq!(run.status.code(), Some(0), "{}", stderr(&run));
+        let memory = &json(&fs::read_to_string(&path).unwrap())["memory"];
+        let took = memory["allocated_peak"].as_f64().unwrap();
+        assert!((took - said).abs() <= 0.01 * said, "{name}: {took} bytes taken, {said} foreseen");
+        if let Some(resident) = memory["resident_peak"].as_f64() {
+            let most = 1.1 * said + (64 << 20) as f64;
+            assert!(resident <= most, "{name}: {resident} bytes resident, {said} foreseen");
+        }
+    }
+}
+
+#[test]
 fn f36_a_refused_spec_is_exit_code_2_and_a_line_for_each_fault() {
     let folder = tempfile::tempdir().unwrap();
     let good = fs::read_to_string(root().join("specs/quickstart.yaml")).unwrap();
