@@ -24,7 +24,8 @@ fn an_unchanged_batch_is_not_planned_again_and_a_changed_one_is() {
         b.with_table(|table| plan.replan(&b.geometry(), &b.variant, table, options)).unwrap()
     };
     assert_eq!(replan(&a, &options), Planned::Unchanged);
-    let changes: Vec<Box<dyn Fn(&mut Batch<f32>)>> = vec![
+    type Change = Box<dyn Fn(&mut Batch<f32>)>;
+    let changes: Vec<Change> = vec![
         Box::new(|b| b.kv_last_page_len[1] -= 1),
         Box::new(|b| b.kv_indices.swap(0, 1)),
         Box::new(|b| b.variant.sm_scale *= 2.0),

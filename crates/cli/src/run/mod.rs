@@ -19,7 +19,7 @@ mod event;
 mod files;
 mod format;
 mod forward;
-mod limit;
+pub(crate) mod limit;
 mod memory;
 mod model;
 mod phases;

@@ -5,6 +5,7 @@
 //! | [`address`] | where a token lies in a paged cache |
 //! | [`isa`] | which instructions this machine has, and which the kernels shall use |
 //! | `paged` | paged attention |
+//! | [`peak`] | how fast a thread multiplies and adds |
 //! | [`scatter`], [`gather`], [`copy`] | appending to pages, reading them back, copying them |
 
 pub mod address;
@@ -13,6 +14,7 @@ pub mod gather;
 pub mod isa;
 #[cfg(feature = "paged")]
 pub(crate) mod paged;
+pub mod peak;
 pub mod scatter;
 pub(crate) mod tokens;
 

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use crate::mutant::planted;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, WorkList};
 use crate::{Error, Result};
 
@@ -145,7 +146,13 @@ pub(crate) fn visible(variant: &Variant, row: &Row, q_begin: u32, q_end: u32) ->
         Some(left) => first.saturating_sub(left.min(u32::MAX as usize) as i64).max(row.kv_begin.into()),
         None => row.kv_begin.into(),
     };
-    let hi = if variant.causal { (last + 1).min(row.kv_len.into()) } else { row.kv_len.into() };
+    let lo = if variant.window_left.is_some() && planted("window-off-by-one") {
+        (lo - 1).max(row.kv_begin.into())
+    } else {
+        lo
+    };
+    let after = if planted("causal-off-by-one") { last + 2 } else { last + 1 };
+    let hi = if variant.causal { after.min(row.kv_len.into()) } else { row.kv_len.into() };
     if lo >= hi { (row.kv_begin, row.kv_begin) } else { (lo as u32, hi as u32) }
 }
 

@@ -1,5 +1,6 @@
 //! A batch's rows and page tables, as a caller hands them in, and what may be wrong with them.
 
+use crate::mutant::planted;
 use crate::work::{NO_MASK, Row};
 use crate::{Error, Result};
 
@@ -197,7 +198,10 @@ impl PageTable<'_> {
             n => {
                 let before = (n - 1) as u64 * geometry.page_size as u64;
                 let start = self.page_start.map_or(0, |starts| starts[row] as u32);
-                ((u64::from(offset) + before) as u32 + self.kv_last_page_len[row] as u32, start)
+                let last = self.kv_last_page_len[row] as u32;
+                let room = (last as usize) < geometry.page_size;
+                let last = if room && planted("last-page-len-plus-one") { last + 1 } else { last };
+                ((u64::from(offset) + before) as u32 + last, start)
             }
         };
         let family = Family::of(geometry, q_len as usize);

@@ -5,6 +5,7 @@ use half::f16;
 use super::call::{Call, Out};
 use super::state::{StateRef, acc_stride};
 use crate::DType;
+use crate::mutant::planted;
 use crate::work::Row;
 
 /// Nearest bf16, ties to even; NaN stays NaN.
@@ -29,6 +30,7 @@ pub(crate) unsafe fn write(call: &Call<'_>, row: &Row, q_begin: u32, kv_head: us
         let token = row.q_begin as usize + q_begin as usize + lane / group;
         let sink = call.sinks.map(|sinks| f64::from(sinks[head]));
         let (factor, lse) = root(state.m[lane], state.l[lane], unit, sink);
+        let lse = if planted("base-2-lse") { lse * std::f32::consts::LOG2_E } else { lse };
         let acc = &state.acc[lane * acc_stride(width)..][..width];
         // SAFETY: token and head are in range, so the row of `width` elements is inside `o`, and the entry inside
         // `lse`; the caller promises that nobody else writes them.
@@ -52,7 +54,8 @@ fn root(m: f32, l: f32, unit: f64, sink: Option<f64>) -> (f32, f32) {
         Some(sink) => {
             let top = m.max(sink);
             let shrink = (m - top).exp();
-            let total = l * shrink + (sink - top).exp();
+            let sinks = if planted("sink-twice") { 2.0 } else { 1.0 };
+            let total = l * shrink + sinks * (sink - top).exp();
             ((shrink / total) as f32, (top + total.ln()) as f32)
         }
     }

@@ -5,6 +5,8 @@
 //! `[m: lanes][l: lanes][acc: lanes x width]`, each part padded to whole cache lines. A lane that saw nothing
 //! has `m = -inf`, and joining it changes the other side by no bit.
 
+use crate::mutant::planted;
+
 /// Floats in a cache line; every part of a state starts on one.
 pub(crate) const LINE: usize = 16;
 
@@ -99,6 +101,7 @@ impl<'a> State<'a> {
             }
             let m = ma.max(mb);
             let (fa, fb) = (((ma - m) * c).exp2(), ((mb - m) * c).exp2());
+            let (fa, fb) = if planted("leaf-merge-unscaled") { (1.0, 1.0) } else { (fa, fb) };
             self.m[lane] = m;
             self.l[lane] = self.l[lane] * fa + right.l[lane] * fb;
             for (a, b) in acc.iter_mut().zip(other) {

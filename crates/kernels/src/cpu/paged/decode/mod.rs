@@ -225,7 +225,12 @@ fn pack_queries(
     for (index, query) in queries.iter().enumerate() {
         for j in 0..group {
             let lane = index * group + j;
-            let at = query.token as usize * strides[0] + (kv_head * group + j) * strides[1];
+            let head = if planted("gqa-head-mapping") {
+                kv_head + j * call.geometry.num_kv_heads
+            } else {
+                kv_head * group + j
+            };
+            let at = query.token as usize * strides[0] + head * strides[1];
             let from = call.q.as_ptr().wrapping_add(at * call.q.dtype().size());
             // SAFETY: token and head are in range of `q` `[T, H, D]`, whose innermost axis is contiguous, so
             // `width` elements are readable at `from`.
@@ -434,7 +439,10 @@ impl Pass<'_> {
                     }
                 }
             }
-            for (first, end) in runs(now.seen) {
+            // Rows between seen ones are located but not read: a hidden key may hold anything.
+            let between = span(now.seen);
+            let valued = if planted("masked-v-not-zeroed") { between } else { now.seen };
+            for (first, end) in runs(valued) {
                 let job = Values {
                     weights: self.scores[first..].as_ptr(),
                     lanes: self.lanes,
@@ -459,7 +467,9 @@ fn transform(call: &Call<'_>, head: usize, position: i64, tile: u32) -> Transfor
     Transform {
         sm_scale: call.variant.sm_scale,
         cap: if planted("dropped-soft-cap") { 0.0 } else { cap },
-        slope: call.alibi_slopes.map_or(0.0, |slopes| slopes[head]),
+        slope: call
+            .alibi_slopes
+            .map_or(0.0, |slopes| if planted("alibi-sign") { -slopes[head] } else { slopes[head] }),
         distance: (i64::from(tile) * TILE as i64 - position) as f32,
     }
 }
@@ -476,6 +486,14 @@ impl Offset {
         for (to, from) in self.rows.iter_mut().zip(rows) {
             *to = from.wrapping_add(bytes);
         }
+    }
+}
+
+/// All bits from the first to the last set one.
+fn span(bits: u64) -> u64 {
+    match bits {
+        0 => 0,
+        bits => u64::MAX << bits.trailing_zeros() & u64::MAX >> bits.leading_zeros(),
     }
 }
 

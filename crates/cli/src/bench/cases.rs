@@ -1,0 +1,297 @@
+//! The kernels and their shapes, through the wrapper level of each backend.
+
+use anyhow::Context;
+use half::bf16;
+use mstar_attn_paged::{
+    Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Stream, Variant, Workspace, run,
+};
+use mstar_kernels::cpu::scatter::scatter;
+use mstar_kernels::lse::{Merged, Partial, merge_natural};
+use mstar_kernels::{Buffer, DType};
+
+use super::measure::Work;
+use super::report::Cost;
+
+/// A kernel at one shape.
+pub(super) struct Case {
+    /// The name that selects it.
+    pub(super) kernel: &'static str,
+    /// The shape, as printed.
+    pub(super) shape: String,
+    /// Type of what is multiplied.
+    pub(super) dtype: DType,
+    /// Useful work of a call.
+    pub(super) cost: Cost,
+    /// Allocates and fills what a call needs.
+    pub(super) make: Box<dyn FnOnce() -> anyhow::Result<Work>>,
+}
+
+/// A batch of equal rows.
+#[derive(Clone, Copy)]
+struct Rows {
+    rows: usize,
+    q_len: usize,
+    kv_len: usize,
+    /// Leading tokens whose pages all rows share.
+    shared: usize,
+    h: usize,
+    g: usize,
+    dtype: DType,
+    cascade: bool,
+}
+
+const D: usize = 128;
+const S: usize = 16;
+
+/// Every case, large shapes or small ones.
+pub(super) fn list(quick: bool) -> Vec<Case> {
+    let shrink = if quick { 8 } else { 1 };
+    let base =
+        Rows { rows: 1, q_len: 1, kv_len: 1, shared: 0, h: 32, g: 8, dtype: DType::Bf16, cascade: true };
+    let mut cases = Vec::new();
+    for dtype in [DType::F32, DType::Bf16] {
+        let n = 1024 / if quick { 4 } else { 1 };
+        cases.push(attention("prefill", Rows { q_len: n, kv_len: n, h: 8, dtype, ..base }));
+    }
+    let n = 4096 / shrink;
+    cases.push(attention("prefill", Rows { q_len: n, kv_len: n, ..base }));
+    for dtype in [DType::F32, DType::Bf16] {
+        cases.push(attention("append", Rows { q_len: 128, kv_len: 16384 / shrink, dtype, ..base }));
+    }
+    for (rows, kv_len) in [(1, 8192), (1, 65536), (64, 1024)] {
+        for dtype in [DType::F32, DType::Bf16] {
+            cases.push(attention("decode", Rows { rows, kv_len: kv_len / shrink, dtype, ..base }));
+        }
+    }
+    for cascade in [false, true] {
+        let shared = 16384 / shrink;
+        cases.push(attention("cascade", Rows { rows: 16, kv_len: shared + 64, shared, cascade, ..base }));
+    }
+    for (rows, kv_len) in [(64, 8192), (1, 65536)] {
+        cases.push(plan(Rows { rows, kv_len, ..base }));
+    }
+    cases.push(scatter_case(2048 / shrink));
+    cases.push(merge_case(2048 / shrink));
+    cases
+}
+
+impl Rows {
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            num_qo_heads: self.h,
+            num_kv_heads: self.g,
+            head_dim_qk: D,
+            head_dim_vo: D,
+            page_size: S,
+            q_dtype: self.dtype,
+            kv_dtype: self.dtype,
+        }
+    }
+
+    fn shape(&self) -> String {
+        let Rows { rows, q_len, kv_len, h, g, dtype, .. } = self;
+        match q_len {
+            1 => format!("{rows} x {kv_len}, {h}/{g}, {dtype}"),
+            q_len => format!("{q_len} of {kv_len}, {h}/{g}, {dtype}"),
+        }
+    }
+
+    /// Keys that its query tokens see, summed over all of them.
+    fn pairs(&self) -> f64 {
+        let first = self.kv_len - self.q_len + 1;
+        self.rows as f64 * self.q_len as f64 * (first + self.kv_len) as f64 / 2.0
+    }
+
+    /// Useful work: every key and value once, queries and outputs once; unmasked pairs.
+    fn cost(&self) -> Cost {
+        let own = (self.kv_len - self.shared) * self.rows + self.shared;
+        let kv = 2 * own * self.g * D;
+        let qo = 2 * self.rows * self.q_len * self.h * D;
+        let bytes = ((kv + qo) * self.dtype.size()) as f64;
+        Cost { bytes, flops: 4.0 * (self.h * D) as f64 * self.pairs() }
+    }
+
+    fn tables(&self) -> Tables {
+        let per_row = self.kv_len.div_ceil(S);
+        let shared = self.shared / S;
+        let own = per_row - shared;
+        let pages = shared + self.rows * own;
+        // Neighbours in a row lie far apart in the pool, as they do after a while of serving.
+        let step = (pages * 5 / 8..).find(|&step| gcd(step.max(1), pages) == 1).unwrap_or(1).max(1);
+        let id = |index: usize| (index * step % pages) as i32;
+        let kv_indices = (0..self.rows)
+            .flat_map(|row| (0..shared).chain(shared + row * own..shared + (row + 1) * own))
+            .map(id)
+            .collect();
+        Tables {
+            qo_indptr: (0..=self.rows).map(|row| (row * self.q_len) as i32).collect(),
+            kv_indptr: (0..=self.rows).map(|row| (row * per_row) as i32).collect(),
+            kv_indices,
+            kv_last_page_len: vec![((self.kv_len - 1) % S + 1) as i32; self.rows],
+            pages,
+        }
+    }
+
+    fn options(&self) -> PlanOptions {
+        PlanOptions { cascade: self.cascade, ..PlanOptions::default() }
+    }
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+struct Tables {
+    qo_indptr: Vec<i32>,
+    kv_indptr: Vec<i32>,
+    kv_indices: Vec<i32>,
+    kv_last_page_len: Vec<i32>,
+    pages: usize,
+}
+
+impl Tables {
+    fn view(&self) -> PageTable<'_> {
+        PageTable {
+            qo_indptr: &self.qo_indptr,
+            kv_indptr: &self.kv_indptr,
+            kv_indices: &self.kv_indices,
+            kv_last_page_len: &self.kv_last_page_len,
+            num_pages: self.pages,
+            ..PageTable::default()
+        }
+    }
+}
+
+/// A buffer of numbers in -1..1.
+fn filled(dtype: DType, len: usize) -> anyhow::Result<Buffer> {
+    let mut buffer = Buffer::for_tensor(dtype, &[len])?;
+    let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 16) as f32 / 32_768.0 - 1.0;
+    let mut view = buffer.tensor_mut(0, dtype, &[len])?;
+    if let Some(numbers) = view.as_mut_slice::<f32>() {
+        numbers.iter_mut().enumerate().for_each(|(i, x)| *x = number(i));
+    } else if let Some(numbers) = view.as_mut_slice::<bf16>() {
+        numbers.iter_mut().enumerate().for_each(|(i, x)| *x = bf16::from_f32(number(i)));
+    }
+    Ok(buffer)
+}
+
+fn attention(kernel: &'static str, rows: Rows) -> Case {
+    let flat = if kernel == "cascade" && !rows.cascade { " flat" } else { "" };
+    let make = move || -> anyhow::Result<Work> {
+        let tables = rows.tables();
+        let plan = Plan::new(&rows.geometry(), &Variant::causal(D), &tables.view(), &rows.options())?;
+        let mut workspace = Workspace::for_plan(&plan)?;
+        let (t, h, dtype) = (rows.rows * rows.q_len, rows.h, rows.dtype);
+        let pool = [tables.pages, S, rows.g, D];
+        let len: usize = pool.iter().product();
+        let (q, k, v) = (filled(dtype, t * h * D)?, filled(dtype, len)?, filled(dtype, len)?);
+        let mut o = Buffer::for_tensor(dtype, &[t, h, D])?;
+        Ok(Box::new(move || {
+            let inputs = Inputs {
+                q: q.tensor(0, dtype, &[t, h, D])?,
+                k: k.tensor(0, dtype, &pool)?,
+                v: v.tensor(0, dtype, &pool)?,
+                sinks: None,
+                alibi_slopes: None,
+            };
+            let outputs = Outputs { o: o.tensor_mut(0, dtype, &[t, h, D])?, lse: None };
+            Ok(run(&plan, &Stream::cpu(), &mut workspace, inputs, outputs)?)
+        }))
+    };
+    let shape = rows.shape() + flat;
+    Case { kernel, shape, dtype: rows.dtype, cost: rows.cost(), make: Box::new(make) }
+}
+
+/// Planning a batch that changed; nothing bounds it but the host.
+fn plan(rows: Rows) -> Case {
+    let make = move || -> anyhow::Result<Work> {
+        let mut tables = rows.tables();
+        let (geometry, variant, options) = (rows.geometry(), Variant::causal(D), rows.options());
+        let mut plan = Plan::new(&geometry, &variant, &tables.view(), &options)?;
+        Ok(Box::new(move || {
+            // One more token, or one less: never the plan that is already there.
+            tables.kv_last_page_len[0] = if tables.kv_last_page_len[0] == S as i32 { 1 } else { S as i32 };
+            plan.replan(&geometry, &variant, &tables.view(), &options)?;
+            Ok(())
+        }))
+    };
+    let shape = format!("{} x {}, page {S}", rows.rows, rows.kv_len);
+    Case { kernel: "plan", shape, dtype: rows.dtype, cost: Cost::default(), make: Box::new(make) }
+}
+
+fn scatter_case(tokens: usize) -> Case {
+    let (g, dtype) = (8, DType::Bf16);
+    let make = move || -> anyhow::Result<Work> {
+        let pages = 2 * tokens.div_ceil(S);
+        let entries = filled(dtype, tokens * g * D)?;
+        let mut cache = Buffer::for_tensor(dtype, &[pages, S, g, D])?;
+        let slots: Vec<i64> = (0..tokens).map(|t| (t / S * 2 * S + t % S) as i64).collect();
+        Ok(Box::new(move || {
+            let from = entries.tensor(0, dtype, &[tokens, g, D])?;
+            let to = cache.tensor_mut(0, dtype, &[pages, S, g, D])?;
+            Ok(scatter(&Stream::cpu(), &slots, from, to)?)
+        }))
+    };
+    let cost = Cost { bytes: (2 * tokens * g * D * dtype.size()) as f64, flops: 0.0 };
+    Case {
+        kernel: "scatter",
+        shape: format!("{tokens} x {g} x {D}, {dtype}"),
+        dtype,
+        cost,
+        make: Box::new(make),
+    }
+}
+
+fn merge_case(tokens: usize) -> Case {
+    let (h, dtype) = (8, DType::F32);
+    let make = move || -> anyhow::Result<Work> {
+        let parts = [filled(dtype, tokens * h * D)?, filled(dtype, tokens * h * D)?];
+        let lses = [filled(dtype, tokens * h)?, filled(dtype, tokens * h)?];
+        let (mut o, mut lse) =
+            (Buffer::for_tensor(dtype, &[tokens * h * D])?, Buffer::for_tensor(dtype, &[tokens * h])?);
+        Ok(Box::new(move || {
+            let part = |i: usize| -> anyhow::Result<Partial<'_>> {
+                Ok(Partial {
+                    o: parts[i].tensor(0, dtype, &[tokens, h, D])?,
+                    lse: lses[i].tensor(0, dtype, &[tokens, h])?,
+                })
+            };
+            let mut out = Merged {
+                o: o.tensor_mut(0, dtype, &[tokens, h, D])?,
+                lse: lse.tensor_mut(0, dtype, &[tokens, h])?,
+            };
+            merge_natural(&part(0)?, &part(1)?, &mut out).context("merging")
+        }))
+    };
+    let cost = Cost { bytes: (3 * tokens * h * (D + 1) * 4) as f64, flops: (3 * tokens * h * D) as f64 };
+    let shape = format!("2 of {tokens} x {h} x {D}, {dtype}");
+    Case { kernel: "merge", shape, dtype, cost, make: Box::new(make) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_quick_case_runs_and_is_one_that_can_be_named() {
+        for case in list(true) {
+            assert!(super::super::KERNELS.contains(&case.kernel));
+            assert!(case.kernel.len() + case.shape.len() < 34, "{} {}", case.kernel, case.shape);
+            let mut work = (case.make)().unwrap();
+            work().unwrap_or_else(|error| panic!("{} {}: {error:#}", case.kernel, case.shape));
+        }
+        assert!(list(false).iter().all(|case| case.kernel.len() + case.shape.len() < 34));
+    }
+
+    #[test]
+    fn useful_work_counts_shared_keys_once_and_hidden_pairs_never() {
+        let base =
+            Rows { rows: 2, q_len: 1, kv_len: 48, shared: 32, h: 4, g: 2, dtype: DType::F32, cascade: true };
+        assert_eq!(base.tables().pages, 4);
+        let kv = (2 * (32 + 2 * 16) * 2 + 2 * 2 * 4) * D * 4;
+        assert_eq!(base.cost().bytes, kv as f64);
+        let square = Rows { rows: 1, q_len: 4, kv_len: 4, shared: 0, ..base };
+        assert_eq!(square.pairs(), 10.0);
+        assert_eq!(square.cost().flops, (4 * 4 * D * 10) as f64);
+    }
+}

@@ -1,0 +1,187 @@
+//! The table, one line a case as it is timed, and results saved to compare with later.
+
+use std::path::Path;
+
+use anyhow::{Context, ensure};
+use mstar_kernels::DType;
+use serde::{Deserialize, Serialize};
+
+use super::limits::Limits;
+use super::measure::Timed;
+
+/// Version of the saved form.
+const VERSION: u32 = 1;
+
+/// What a case must do at least: bytes that must move and operations that must be done, counting useful work only.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Cost {
+    pub(super) bytes: f64,
+    pub(super) flops: f64,
+}
+
+/// One case's result.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Line {
+    /// Kernel and shape.
+    name: String,
+    /// Microseconds a call.
+    median_us: f64,
+    /// The fastest repetition's.
+    fastest_us: f64,
+    /// Repetitions.
+    repetitions: usize,
+    /// Useful gigabytes a second.
+    gb_per_s: f64,
+    /// Useful gigaflops a second.
+    gflop_per_s: f64,
+    /// The roofline's time over the median's, in percent; absent where neither side bounds the case.
+    percent_of_roofline: Option<f64>,
+}
+
+/// All results of a run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Saved {
+    version: u32,
+    isa: String,
+    threads: usize,
+    read_gb_per_s: f64,
+    peak_f32_gflop_per_s: f64,
+    peak_bf16_gflop_per_s: f64,
+    /// One a case.
+    pub(super) lines: Vec<Line>,
+}
+
+impl Line {
+    pub(super) fn new(name: String, timed: &Timed, dtype: DType, cost: Cost, limits: &Limits) -> Line {
+        let least = (cost.bytes / limits.read).max(cost.flops / limits.flops(dtype));
+        Line {
+            name,
+            median_us: timed.median * 1e6,
+            fastest_us: timed.fastest * 1e6,
+            repetitions: timed.repetitions,
+            gb_per_s: cost.bytes / timed.median / 1e9,
+            gflop_per_s: cost.flops / timed.median / 1e9,
+            percent_of_roofline: (least > 0.0).then(|| 100.0 * least / timed.median),
+        }
+    }
+
+    /// The line as printed, with its time relative to the baseline's where there is one.
+    pub(super) fn text(&self, baseline: Option<&Saved>) -> String {
+        let number = |value: f64| if value > 0.0 { format!("{value:.1}") } else { "-".into() };
+        let roof = self.percent_of_roofline.map_or("-".into(), |percent| format!("{percent:.0}"));
+        let mut line = format!(
+            "{:<34}{:>12.1}{:>8}{:>9}{:>7}",
+            self.name,
+            self.median_us,
+            number(self.gb_per_s),
+            number(self.gflop_per_s),
+            roof
+        );
+        if let Some(baseline) = baseline {
+            let before = baseline.lines.iter().find(|line| line.name == self.name);
+            line += &before.map_or(format!("{:>9}", "new"), |before| {
+                format!("{:>8.2}x", before.median_us / self.median_us)
+            });
+        }
+        line + "\n"
+    }
+}
+
+/// The machine, and the table's head.
+pub(super) fn head(limits: &Limits, baseline: Option<&Saved>) -> String {
+    let mut text = format!(
+        "{}, {} threads: read {:.1} GB/s, multiply-add {:.0} GFLOP/s f32, {:.0} bf16\n\n{:<34}{:>12}{:>8}{:>9}{:>7}",
+        limits.isa,
+        limits.threads,
+        limits.read / 1e9,
+        limits.flops_f32 / 1e9,
+        limits.flops_bf16 / 1e9,
+        "kernel and shape",
+        "median us",
+        "GB/s",
+        "GFLOP/s",
+        "% roof"
+    );
+    if baseline.is_some() {
+        text += "    speed";
+    }
+    text + "\n"
+}
+
+impl Saved {
+    /// No line yet.
+    pub(super) fn new(limits: &Limits) -> Saved {
+        Saved {
+            version: VERSION,
+            isa: limits.isa.to_string(),
+            threads: limits.threads,
+            read_gb_per_s: limits.read / 1e9,
+            peak_f32_gflop_per_s: limits.flops_f32 / 1e9,
+            peak_bf16_gflop_per_s: limits.flops_bf16 / 1e9,
+            lines: Vec::new(),
+        }
+    }
+
+    /// Reads what [`Saved::write`] wrote.
+    pub(super) fn read(path: &Path) -> anyhow::Result<Saved> {
+        let shown = path.display();
+        let text = std::fs::read(path).with_context(|| format!("{shown}: cannot be read"))?;
+        let saved: Saved =
+            serde_json::from_slice(&text).with_context(|| format!("{shown}: not results of mstar bench"))?;
+        ensure!(saved.version == VERSION, "{shown}: version {}, expected {VERSION}", saved.version);
+        Ok(saved)
+    }
+
+    /// Writes the results as JSON.
+    pub(super) fn write(&self, path: &Path) -> anyhow::Result<()> {
+        let text = serde_json::to_string_pretty(self)?;
+        std::fs::write(path, text + "\n").with_context(|| format!("{}: cannot be written", path.display()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use mstar_kernels::cpu::Isa;
+
+    use super::*;
+
+    fn limits() -> Limits {
+        Limits { isa: Isa::Portable, threads: 2, read: 50e9, flops_f32: 100e9, flops_bf16: 400e9 }
+    }
+
+    fn timed(median: f64) -> Timed {
+        Timed { median, fastest: median, repetitions: 5 }
+    }
+
+    #[test]
+    fn the_roofline_takes_the_side_that_binds() {
+        let line = |bytes, flops, dtype| {
+            Line::new("x".into(), &timed(1e-3), dtype, Cost { bytes, flops }, &limits()).percent_of_roofline
+        };
+        assert_eq!(line(25e6, 1e6, DType::F32), Some(50.0));
+        assert_eq!(line(1e6, 80e6, DType::F32), Some(80.0));
+        assert_eq!(line(1e6, 80e6, DType::Bf16), Some(20.0));
+        assert_eq!(line(0.0, 0.0, DType::F32), None);
+    }
+
+    #[test]
+    fn lines_fit_80_columns_and_a_baseline_survives_the_disk() {
+        let cost = Cost { bytes: 1e9, flops: 1e9 };
+        let name = "decode 64 x 1024, 32/8 heads, bf16";
+        let mut saved = Saved::new(&limits());
+        saved.lines.push(Line::new(name.into(), &timed(0.5), DType::F32, cost, &limits()));
+        let path = tempfile::tempdir().unwrap().keep().join("bench.json");
+        saved.write(&path).unwrap();
+        let read = Saved::read(&path).unwrap();
+        let now = Line::new(name.into(), &timed(0.25), DType::F32, cost, &limits()).text(Some(&read));
+        assert!(now.trim_end().ends_with("2.00x"), "{now}");
+        for line in now.lines().chain(head(&limits(), Some(&read)).lines()) {
+            assert!(line.chars().count() <= crate::text::COLUMNS, "{line}");
+        }
+        std::fs::write(&path, b"{}").unwrap();
+        assert!(format!("{:#}", Saved::read(&path).unwrap_err()).contains("not results of mstar bench"));
+        std::fs::remove_dir_all(path.parent().unwrap()).unwrap();
+    }
+}
