@@ -176,7 +176,11 @@ fn filled(dtype: DType, len: usize) -> anyhow::Result<Buffer> {
 }
 
 fn attention(kernel: &'static str, rows: Rows) -> Case {
-    let flat = if kernel == "cascade" && !rows.cascade { " flat" } else { "" };
+    let shape = match (kernel, rows.cascade) {
+        ("cascade", true) => format!("{} x {}, shared, {}", rows.rows, rows.kv_len, rows.dtype),
+        ("cascade", false) => format!("{} x {}, flat, {}", rows.rows, rows.kv_len, rows.dtype),
+        _ => rows.shape(),
+    };
     let make = move || -> anyhow::Result<Work> {
         let tables = rows.tables();
         let plan = Plan::new(&rows.geometry(), &Variant::causal(D), &tables.view(), &rows.options())?;
@@ -198,7 +202,6 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
             Ok(run(&plan, &Stream::cpu(), &mut workspace, inputs, outputs)?)
         }))
     };
-    let shape = rows.shape() + flat;
     Case { kernel, shape, dtype: rows.dtype, cost: rows.cost(), make: Box::new(make) }
 }
 
