@@ -23,7 +23,6 @@ use std::ops::Range;
 
 pub(crate) use body::KEY_TILE;
 use body::{Block, Body, Logits, MAX_ROWS, PAD, PortableBody};
-#[allow(unused_imports)] // With the executor.
 pub(crate) use job::{RowMask, TileJob, TileState};
 
 use crate::cpu::Isa;
