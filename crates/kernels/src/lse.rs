@@ -10,6 +10,7 @@
 //! for bit; what its `o` holds is not read. `-1e30` is not empty. `+inf` is not a state that attention can
 //! reach: it gives NaN, never a plausible number. A sink is part of one side only.
 
+use crate::mutant::planted;
 use crate::{DType, Device, Error, Result, TensorMut, TensorRef};
 
 /// One partial result.
@@ -125,12 +126,13 @@ fn merge_rows(in_place: bool, parts: &[Partial<'_>], out: &mut Merged<'_>) -> Re
 /// 0, one state alone exactly 1.
 fn weigh(lses: &[f32], weights: &mut [f32]) -> f32 {
     let max = lses.iter().fold(f32::NEG_INFINITY, |m, &l| if l > m || l.is_nan() { l } else { m });
-    if max == f32::NEG_INFINITY {
+    if max == f32::NEG_INFINITY && !planted("merge-empty-is-nan") {
         weights.fill(0.0);
         return max;
     }
     let term = |lse: f32| {
-        if lse == f32::NEG_INFINITY { 0.0 } else { (f64::from(lse) - f64::from(max)).exp() }
+        let below = f64::from(lse) - f64::from(max);
+        if planted("merge-base-2") { below.exp2() } else { below.exp() }
     };
     let total: f64 = lses.iter().map(|&lse| term(lse)).sum();
     for (weight, &lse) in weights.iter_mut().zip(lses) {

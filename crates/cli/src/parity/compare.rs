@@ -10,6 +10,7 @@
 //! equality. Integers must be equal; a selection has a rule of its own ([`selection`](super::selection)).
 
 use mstar_kernels::DType;
+use mstar_kernels::mutant::planted;
 
 use super::case::{Tolerance, coordinates};
 use super::ops::rounded;
@@ -192,7 +193,8 @@ fn accuracy(dtype: DType, x: &[f32], out: &[f32], reference: &[f32]) -> (Figures
     if !infinities_equal {
         return (figures, false, "an infinity of the reference is not matched".into());
     }
-    (figures, rel_l2 <= bound, format!("relative L2 error {rel_l2:.3e} is not within {bound:.3e}"))
+    let accurate = rel_l2 <= bound || planted("gate-ignores-reference");
+    (figures, accurate, format!("relative L2 error {rel_l2:.3e} is not within {bound:.3e}"))
 }
 
 /// Judges an integer output, which must be equal.

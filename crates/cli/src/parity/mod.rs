@@ -32,8 +32,14 @@ use mstar_core::spec::DeviceChoice;
 use crate::exit::Exit;
 use crate::{backends, text};
 
+const EXIT_CODES: &str = "\
+A case passes when every output is within its tolerance and accurate against the reference.
+Exit codes: 0 every case passed; 1 a case failed; 2 a case could not be read, or no
+backend runs it here (the others are judged all the same; 2 wins over 1).";
+
 /// Arguments of `mstar parity`.
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXIT_CODES)]
 pub(crate) struct Arguments {
     /// Recorded cases: `.safetensors` files, or folders that are searched for them.
     #[arg(required = true, value_name = "CASE")]

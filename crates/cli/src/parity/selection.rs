@@ -6,6 +6,7 @@
 use std::cmp::Ordering;
 
 use mstar_kernels::DType;
+use mstar_kernels::mutant::planted;
 
 use super::compare::Judgement;
 
@@ -73,7 +74,8 @@ fn judge_row(scores: &[f32], topk: usize, atol: f64, x: &[i32], out: &[i32]) -> 
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| descending(scores[a], scores[b]).then(a.cmp(&b)));
     for pair in order.windows(2) {
-        if scores[pair[0]] == scores[pair[1]] && !picked[pair[0]] && picked[pair[1]] {
+        let tie = scores[pair[0]] == scores[pair[1]] && !planted("selection-ignores-ties");
+        if tie && !picked[pair[0]] && picked[pair[1]] {
             let score = scores[pair[0]];
             return Err(format!(
                 "position {} for {}: both score {score}, the earlier is due",

@@ -168,13 +168,16 @@ impl Batch {
         let mut order: Vec<usize> = (0..laid.pages).collect();
         order.sort_by_key(|&page| bits(self.seed ^ 2, page));
         laid.kv_indices.iter_mut().for_each(|page| *page = order[*page as usize] as i32);
-        // What nobody owns is NaN.
+        // What nobody owns is NaN, and so is what no query of its row sees.
         laid.kv = vec![E::UNWRITTEN; laid.pages * 2 * s * g * width];
         for (row, slots) in slots.iter().enumerate() {
             for (j, &slot) in slots.iter().enumerate() {
                 // A shared page holds the same content in every row.
                 let owner =
                     if self.shared && j < self.row(0).1.min(self.row(row).1) / s * s { 0 } else { row };
+                if !self.shared && !self.seen(row, j, laid.masks[row].as_deref()) {
+                    continue;
+                }
                 let key = synth::chain(owner as u64 + 1, j as u64);
                 let (page, slot) = (order[slot / s], slot % s);
                 for (which, kind) in [(0, Kind::Key), (1, Kind::Value)] {
@@ -192,6 +195,19 @@ impl Batch {
             synth::fill_lanes(self.seed, Kind::Query, 0, synth::chain(0, token as u64), head, out);
         }
         laid
+    }
+
+    /// Whether any query of the row sees its kept token `j`.
+    fn seen(&self, row: usize, j: usize, mask: Option<&[bool]>) -> bool {
+        let (q_len, kept, given_back, dead) = self.row(row);
+        let before = given_back * self.page_size + dead;
+        let (kv_len, key) = (before + kept, before + j);
+        (0..q_len).any(|i| {
+            let position = (kv_len + i) as i64 - q_len as i64;
+            let near = self.window_left.is_none_or(|w| key as i64 >= position - w as i64);
+            let past = !self.causal || key as i64 <= position;
+            near && past && mask.is_none_or(|mask| mask[i * kv_len + key])
+        })
     }
 
     fn scale(&self) -> f32 {
