@@ -5,11 +5,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::marker::PhantomData;
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
-use serde::de::{MapAccess, Visitor};
+use serde::de::{Error as _, MapAccess, Visitor};
 
 /// The longest header that is read. Recorded cases have a few kilobytes; the bound keeps what a hostile
 /// length can cost to a few megabytes.
@@ -53,17 +52,13 @@ pub(super) fn length(prefix: [u8; 8], file_len: u64) -> Result<usize> {
 /// Parses a header and holds every entry against the `data_len` bytes that follow it.
 pub(super) fn parse(header: &[u8], data_len: u64) -> Result<Header> {
     let text = std::str::from_utf8(header).context("bad header: not UTF-8")?;
-    let Unique(raw) = serde_json::from_str::<Unique<serde_json::Value>>(text).context("bad header")?;
-    let (mut metadata, mut tensors) = (BTreeMap::new(), BTreeMap::new());
-    for (name, value) in raw {
-        if name == "__metadata__" {
-            let Unique(pairs) = serde_json::from_value(value).context("bad header: __metadata__")?;
-            metadata.extend(pairs);
-        } else {
-            let entry = entry(&name, value, data_len)?;
-            tensors.insert(name, entry);
-        }
+    let raw: RawHeader = serde_json::from_str(text).context("bad header")?;
+    let mut tensors = BTreeMap::new();
+    for (name, raw) in raw.tensors {
+        let entry = entry(&name, raw, data_len)?;
+        tensors.insert(name, entry);
     }
+    let metadata = raw.metadata;
     covers(&tensors, data_len)?;
     Ok(Header { metadata, tensors })
 }
@@ -76,9 +71,7 @@ struct RawEntry {
     data_offsets: Vec<u64>,
 }
 
-fn entry(name: &str, value: serde_json::Value, data_len: u64) -> Result<Entry> {
-    let raw: RawEntry =
-        serde_json::from_value(value).with_context(|| format!("bad header: tensor {name}"))?;
+fn entry(name: &str, raw: RawEntry, data_len: u64) -> Result<Entry> {
     let &[begin, end] = raw.data_offsets.as_slice() else {
         bail!("bad header: tensor {name}: data_offsets has {} numbers, not 2", raw.data_offsets.len());
     };
@@ -139,30 +132,67 @@ fn covers(tensors: &BTreeMap<String, Entry>, data_len: u64) -> Result<()> {
     Ok(())
 }
 
-/// A JSON object whose keys are all different.
-struct Unique<T>(Vec<(String, T)>);
+/// The header's object as it stands, whose keys are all different at every level.
+#[derive(Default)]
+struct RawHeader {
+    metadata: BTreeMap<String, String>,
+    tensors: BTreeMap<String, RawEntry>,
+}
 
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Unique<T> {
+impl<'de> Deserialize<'de> for RawHeader {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Pairs<T>(PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for Pairs<T> {
-            type Value = BTreeMap<String, T>;
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = RawHeader;
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
+                f.write_str("an object of tensors")
             }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut pairs = BTreeMap::new();
-                while let Some((name, value)) = map.next_entry::<String, T>()? {
-                    if pairs.contains_key(&name) {
-                        return Err(serde::de::Error::custom(format!("{name:?} appears twice")));
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
+                let mut header = RawHeader::default();
+                let mut described = false;
+                while let Some(name) = map.next_key::<String>()? {
+                    let named = |error: A::Error| A::Error::custom(format!("tensor {name}: {error}"));
+                    let twice = if name == "__metadata__" {
+                        let Pairs(pairs) = map.next_value()?;
+                        header.metadata = pairs;
+                        std::mem::replace(&mut described, true)
+                    } else {
+                        let entry = map.next_value().map_err(named)?;
+                        header.tensors.insert(name.clone(), entry).is_some()
+                    };
+                    if twice {
+                        return Err(A::Error::custom(format!("{name:?} appears twice")));
                     }
-                    pairs.insert(name, value);
                 }
-                Ok(pairs)
+                Ok(header)
             }
         }
-        let pairs = deserializer.deserialize_map(Pairs(PhantomData))?;
-        Ok(Unique(pairs.into_iter().collect()))
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+/// `__metadata__`: text by text, whose keys are all different.
+struct Pairs(BTreeMap<String, String>);
+
+impl<'de> Deserialize<'de> for Pairs {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Texts;
+        impl<'de> Visitor<'de> for Texts {
+            type Value = Pairs;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of texts as __metadata__")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Pairs, A::Error> {
+                let mut pairs = BTreeMap::new();
+                while let Some((name, text)) = map.next_entry::<String, String>()? {
+                    if pairs.insert(name.clone(), text).is_some() {
+                        return Err(A::Error::custom(format!("__metadata__: {name:?} appears twice")));
+                    }
+                }
+                Ok(Pairs(pairs))
+            }
+        }
+        deserializer.deserialize_map(Texts)
     }
 }
 
@@ -197,7 +227,10 @@ mod tests {
         refused(&"[".repeat(100_000), 0, "bad header");
         refused(r#"{"a": 1}"#, 0, "tensor a");
         refused(r#"{"a": {"dtype": "F32", "shape": [1]}}"#, 4, "data_offsets");
-        refused(r#"{"__metadata__": {"mstar": 3}}"#, 0, "__metadata__");
+        refused(r#"{"__metadata__": {"mstar": 3}}"#, 0, "expected a string");
+        refused(r#"{"__metadata__": []}"#, 0, "__metadata__");
+        refused(r#"{"__metadata__": {}, "__metadata__": {}}"#, 0, "appears twice");
+        refused(r#"{"a": {"dtype": "F32", "dtype": "F16"}}"#, 4, "duplicate field");
         refused(r#"{"__metadata__": {"a": "1", "a": "2"}}"#, 0, "appears twice");
         assert!(parse(&[0xff, 0xfe], 0).is_err());
         assert_eq!(parse(b"{}", 0).unwrap(), Header { metadata: BTreeMap::new(), tensors: BTreeMap::new() });
@@ -237,7 +270,8 @@ mod tests {
         refused(&two("[0, 4]", "[0, 4]"), 4, "inside its predecessor");
         refused(&two("[0, 4]", "[5, 9]"), 9, "a gap before tensor b");
         refused(&two("[1, 5]", "[5, 9]"), 9, "a gap before tensor a");
-        let same = r#"{"a": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}, "a": {}}"#;
+        let same = r#"{"a": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]},
+            "a": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}}"#;
         refused(same, 1, "appears twice");
     }
 }
