@@ -5,14 +5,14 @@
 //!
 //! - Requests enter in order of arrival while fewer than `max_batch` are active and none waits on the host.
 //! - A step takes the next turn of every resident request whose turn is of the same class as the oldest one's
-//!   (commits, or keeps nothing; encoders by themselves). Prefill cuts and encoder contexts share `chunked_prefill` tokens a step; at least one always runs,
+//!   (commits, or keeps nothing). Encoders run first, by themselves, as long as there are pages for their contexts. Prefill cuts and encoder contexts share `chunked_prefill` tokens a step; at least one always runs,
 //!   and a cut is admitted whole or not at all.
 //! - When pages run out, the latest prefill cuts are put off first; then the latest resident request is offloaded
 //!   whole, and so on until the step fits (where the host has no room, it begins anew instead). A request that does not fit alone is refused with the pages it lacks.
 //! - Offloaded requests come back oldest first, once there is room for them and for everybody's next turn.
 //!
-//! **Progress.** The oldest request with work is in every step and is never a victim, so each step shortens it:
-//! the sum of turns left falls with every step, and each round before a step removes a turn from the step, offloads a
+//! **Progress.** The oldest request is in every step but those that encode for others, of which each request has one,
+//! and is never a victim: so the sum of turns left of the oldest falls, and each round before a step removes a turn from the step, offloads a
 //! request or refuses one. The loop therefore ends; [`Scheduler::tick`] still counts its rounds and names itself a
 //! bug if they pass that bound.
 
@@ -301,27 +301,54 @@ impl<'a> Scheduler<'a> {
             }
             self.counts.replanned += 1;
         }
-        let mut step = self.compose();
+        let mut step = self.compose(true);
         while !step.is_empty() {
             let outcome = machine.admit(&step)?;
             self.drain(machine);
             match outcome {
                 Outcome::Admitted => return Ok(Some(step)),
                 Outcome::NotReady(refusal) | Outcome::Refused(refusal) => {
-                    self.make_room(machine, &mut step, refusal)?;
+                    if self.only_encoders_of_others(&step) {
+                        // Nobody who is further on makes room for a context: it waits.
+                        step.pop();
+                        self.counts.put_off += 1;
+                        if step.is_empty() {
+                            step = self.compose(false);
+                        }
+                    } else {
+                        self.make_room(machine, &mut step, refusal)?;
+                    }
                 }
             }
         }
         Ok(None)
     }
 
-    /// The next turn of every resident request whose turn is of the oldest one's class.
-    fn compose(&self) -> Vec<Work> {
+    /// Whether a step encodes contexts, and not the oldest resident request's.
+    fn only_encoders_of_others(&self, step: &[Work]) -> bool {
+        let oldest = self.active.iter().find(|active| !active.offloaded).map(|active| active.request);
+        step.first().is_some_and(|first| first.turn.walk == Walk::Encode && Some(first.request) != oldest)
+    }
+
+    /// The next turn of every resident request whose turn is of the oldest one's class; with `encode`, the contexts
+    /// that wait to be written, if there are any.
+    fn compose(&self, encode: bool) -> Vec<Work> {
         let mut step: Vec<Work> = Vec::new();
         let mut whole_tokens = 0usize;
-        for active in self.active.iter().filter(|active| !active.offloaded) {
-            let plan = &self.plans[active.request];
-            let Some(turn) = active.progress.next(plan, self.limits.chunked_prefill) else { continue };
+        let resident = self.active.iter().filter(|active| !active.offloaded);
+        let turns: Vec<(usize, Turn)> = resident
+            .filter_map(|active| {
+                let plan = &self.plans[active.request];
+                Some((active.request, active.progress.next(plan, self.limits.chunked_prefill)?))
+            })
+            .collect();
+        let encodes = |turn: &Turn| turn.walk == Walk::Encode;
+        let oldest_encodes = turns.first().is_some_and(|(_, turn)| encodes(turn));
+        let encoders = oldest_encodes || (encode && turns.iter().any(|(_, turn)| encodes(turn)));
+        for (request, turn) in turns {
+            if encodes(&turn) != encoders {
+                continue;
+            }
             if step.first().is_some_and(|first| class(first.turn.walk) != class(turn.walk)) {
                 continue;
             }
@@ -332,7 +359,7 @@ impl<'a> Scheduler<'a> {
                 }
                 whole_tokens = with;
             }
-            step.push(Work { request: active.request, turn });
+            step.push(Work { request, turn });
         }
         step
     }
@@ -427,7 +454,7 @@ impl<'a> Scheduler<'a> {
         }
         let then = self.advanced(step);
         let now = std::mem::replace(&mut self.active, then);
-        let next = self.compose();
+        let next = self.compose(true);
         self.active = now;
         if !next.is_empty() && machine.preplan(&next)? {
             self.ahead = Some(next);

@@ -52,12 +52,14 @@ impl<'a> Simulated<'a> {
         for work in step {
             let streams = held.get_mut(&work.request).expect("a turn of a resident request");
             for a in &work.turn.additions {
-                assert_eq!(streams[a.stream], a.start, "turns follow one another");
-                streams[a.stream] += a.span;
+                let at = place(work, a.stream, streams.len());
+                assert_eq!(streams[at], a.start, "turns follow one another");
+                streams[at] += a.span;
             }
             if work.turn.forks {
                 let main = streams[0];
-                streams[1..].fill(main);
+                let forks = 1..streams.len() - 1;
+                streams[forks].fill(main);
             }
         }
         held
@@ -84,7 +86,7 @@ impl Runtime for Simulated<'_> {
 
     fn ingest(&mut self, request: usize) -> anyhow::Result<usize> {
         assert!(self.ahead.is_none(), "nobody enters while a plan made ahead is outstanding");
-        self.held.insert(request, vec![0; 1 + self.plans[request].forks.len()]);
+        self.held.insert(request, vec![0; 2 + self.plans[request].forks.len()]);
         self.ran.remove(&request);
         Ok(0)
     }
@@ -177,16 +179,23 @@ impl Runtime for Simulated<'_> {
     }
 }
 
+/// Where a stream's length is held: `main`, the forks, and last the context.
+fn place(work: &Work, stream: usize, held: usize) -> usize {
+    if work.turn.walk == Walk::Encode { held - 1 } else { stream }
+}
+
 /// Lengths as a commit leaves them; forks start as copies of `main`.
 fn commit(held: &mut BTreeMap<usize, Vec<usize>>, step: &[Work]) {
     for work in step.iter().filter(|work| work.turn.walk.commits()) {
         let streams = held.get_mut(&work.request).expect("resident");
         for a in &work.turn.additions {
-            streams[a.stream] += a.span;
+            let at = place(work, a.stream, streams.len());
+            streams[at] += a.span;
         }
         if work.turn.forks {
             let main = streams[0];
-            streams[1..].fill(main);
+            let forks = 1..streams.len() - 1;
+            streams[forks].fill(main);
         }
     }
 }
@@ -306,6 +315,30 @@ fn what_can_never_fit_is_refused_with_its_shortage_and_others_finish() {
 }
 
 #[test]
+fn contexts_are_written_first_so_that_requests_decode_together() {
+    let mut plans = [plan(0, 0.0, 2, 4), plan(1, 0.0, 2, 4), plan(2, 0.0, 2, 4)];
+    plans.iter_mut().for_each(|plan| plan.context_len = 10);
+    let mut machine = Simulated::new(&plans, 1000, 4);
+    let steps = drive(&mut Scheduler::new(&plans, limits(8, 16)), &mut machine);
+    let rows: Vec<(&str, usize)> = steps.iter().map(|s| (s[0].turn.walk.name(), s.len())).collect();
+    // Two contexts pass 16 tokens, so each is encoded in a step of its own.
+    assert_eq!(rows[..4], [("encode", 1), ("encode", 1), ("encode", 1), ("prefill", 3)]);
+    assert_eq!(rows[4..], [("decode", 3); 3]);
+}
+
+#[test]
+fn a_context_waits_for_pages_and_nobody_leaves_for_it() {
+    let mut plans = [plan(0, 0.0, 8, 6), plan(1, 2.0, 4, 2)];
+    plans[1].context_len = 20;
+    let mut machine = Simulated::new(&plans, 7, 4);
+    let mut scheduler = Scheduler::new(&plans, limits(8, 64));
+    drive(&mut scheduler, &mut machine);
+    let counts = scheduler.counts();
+    assert_eq!((counts.finished, counts.offloads, counts.restarts), (2, 0, 0), "{counts:?}");
+    assert!(counts.put_off > 0);
+}
+
+#[test]
 fn preplanning_changes_no_step() {
     let plans: Vec<_> = (0..7).map(|i| plan(i, i as f64 * 3.0, 5 + 3 * i as usize, 6)).collect();
     let run = |preplan, stale_every| {
@@ -338,6 +371,7 @@ fn random_workloads_end_with_every_token_run_once() {
                         one.generation = Generation::Denoise { passes: 2, tokens: 5 };
                     }
                     1 => one.generation = Generation::Tree { branching: vec![2, 2] },
+                    2 => one.context_len = 1 + d(3, 30) as usize,
                     _ => {}
                 }
                 one
