@@ -40,3 +40,13 @@ fn guidance_forks_and_drafted_trees_are_right_to_the_end() {
         run(&spec("whisper-cross.yaml"), &[&small[..4], &["--set", "workload.output_len=6"]].concat()).good();
     assert_eq!((cross.number("verify.failed"), cross.number("requests.finished")), (0, 2));
 }
+
+#[test]
+fn contexts_and_passes_do_not_keep_requests_from_sharing_steps() {
+    for name in ["whisper-cross.yaml", "cfg-forks.yaml"] {
+        let ran = run(&spec(name), &["--csv", "steps.csv", "--steps", "30", "--quiet"]).good();
+        let csv = std::fs::read_to_string(ran.dir.path().join("steps.csv")).expect("a CSV");
+        let rows = csv.lines().skip(1).filter_map(|line| line.split(',').nth(2)?.parse::<usize>().ok());
+        assert!(rows.max() >= Some(4), "{name}: no step has four rows\n{csv}");
+    }
+}

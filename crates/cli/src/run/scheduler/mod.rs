@@ -4,17 +4,17 @@
 //! is the same run on any machine. Its rules:
 //!
 //! - Requests enter in order of arrival while fewer than `max_batch` are active and none waits on the host.
-//! - A step takes the next turn of every resident request whose turn is of the same class as the oldest one's
-//!   (commits, or keeps nothing). Encoders run first, by themselves, as long as there are pages for their contexts. Prefill cuts and encoder contexts share `chunked_prefill` tokens a step; at least one always runs,
-//!   and a cut is admitted whole or not at all.
+//! - A step takes the next turn of every resident request whose turn is of the leader's class (an encoder's, one that
+//!   commits, one that keeps nothing); the request that was served least recently leads. Prefill cuts and encoder
+//!   contexts share `chunked_prefill` tokens a step; at least one always runs, and is admitted whole or not at all.
 //! - When pages run out, the latest prefill cuts are put off first; then the latest resident request is offloaded
 //!   whole, and so on until the step fits (where the host has no room, it begins anew instead). A request that does not fit alone is refused with the pages it lacks.
 //! - Offloaded requests come back oldest first, once there is room for them and for everybody's next turn.
 //!
-//! **Progress.** The oldest request is in every step but those that encode for others, of which each request has one,
-//! and is never a victim: so the sum of turns left of the oldest falls, and each round before a step removes a turn from the step, offloads a
-//! request or refuses one. The loop therefore ends; [`Scheduler::tick`] still counts its rounds and names itself a
-//! bug if they pass that bound.
+//! **Progress.** The oldest request is never a victim, and no class is led past it at the cost of its pages: where the
+//! leader's class does not fit, the oldest leads. As every wait ends in a lead, the oldest is served again and again, its
+//! turns run out, and the next one is the oldest. Each round before a step removes a turn from the step, offloads a
+//! request, or refuses one; [`Scheduler::tick`] counts its rounds and names itself a bug if they pass that bound.
 
 #[cfg(test)]
 mod tests;
@@ -97,6 +97,17 @@ struct Active {
     request: usize,
     progress: Progress,
     offloaded: bool,
+    /// One past the step that served it last, 0 for none.
+    served: u64,
+}
+
+/// Whose class a step takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Lead {
+    /// The oldest resident request's.
+    Oldest,
+    /// That of the one which has waited longest.
+    Waiting,
 }
 
 /// What one tick did.
@@ -235,7 +246,12 @@ impl<'a> Scheduler<'a> {
                 prompt_tokens,
                 hit_tokens: hit,
             });
-            self.active.push(Active { request, progress: Progress::after_hit(hit), offloaded: false });
+            self.active.push(Active {
+                request,
+                progress: Progress::after_hit(hit),
+                offloaded: false,
+                served: 0,
+            });
             self.counts.peak_active = self.counts.peak_active.max(self.active.len());
         }
         Ok(())
@@ -301,19 +317,19 @@ impl<'a> Scheduler<'a> {
             }
             self.counts.replanned += 1;
         }
-        let mut step = self.compose(true);
+        let mut step = self.compose(Lead::Waiting);
         while !step.is_empty() {
             let outcome = machine.admit(&step)?;
             self.drain(machine);
             match outcome {
                 Outcome::Admitted => return Ok(Some(step)),
                 Outcome::NotReady(refusal) | Outcome::Refused(refusal) => {
-                    if self.only_encoders_of_others(&step) {
-                        // Nobody who is further on makes room for a context: it waits.
+                    if self.led_past_the_oldest(&step) {
+                        // Nobody older makes room for a younger one's class: it waits.
                         step.pop();
                         self.counts.put_off += 1;
                         if step.is_empty() {
-                            step = self.compose(false);
+                            step = self.compose(Lead::Oldest);
                         }
                     } else {
                         self.make_room(machine, &mut step, refusal)?;
@@ -324,32 +340,31 @@ impl<'a> Scheduler<'a> {
         Ok(None)
     }
 
-    /// Whether a step encodes contexts, and not the oldest resident request's.
-    fn only_encoders_of_others(&self, step: &[Work]) -> bool {
+    /// Whether the oldest resident request waits, since another's class leads.
+    fn led_past_the_oldest(&self, step: &[Work]) -> bool {
         let oldest = self.active.iter().find(|active| !active.offloaded).map(|active| active.request);
-        step.first().is_some_and(|first| first.turn.walk == Walk::Encode && Some(first.request) != oldest)
+        step.first().is_some_and(|first| Some(first.request) != oldest)
     }
 
-    /// The next turn of every resident request whose turn is of the oldest one's class; with `encode`, the contexts
-    /// that wait to be written, if there are any.
-    fn compose(&self, encode: bool) -> Vec<Work> {
+    /// The next turn of every resident request whose turn is of the leader's class. The one that was served least
+    /// recently leads, the oldest of several; or simply the oldest.
+    fn compose(&self, lead: Lead) -> Vec<Work> {
         let mut step: Vec<Work> = Vec::new();
         let mut whole_tokens = 0usize;
         let resident = self.active.iter().filter(|active| !active.offloaded);
-        let turns: Vec<(usize, Turn)> = resident
+        let turns: Vec<(&Active, Turn)> = resident
             .filter_map(|active| {
                 let plan = &self.plans[active.request];
-                Some((active.request, active.progress.next(plan, self.limits.chunked_prefill)?))
+                Some((active, active.progress.next(plan, self.limits.chunked_prefill)?))
             })
             .collect();
-        let encodes = |turn: &Turn| turn.walk == Walk::Encode;
-        let oldest_encodes = turns.first().is_some_and(|(_, turn)| encodes(turn));
-        let encoders = oldest_encodes || (encode && turns.iter().any(|(_, turn)| encodes(turn)));
-        for (request, turn) in turns {
-            if encodes(&turn) != encoders {
-                continue;
-            }
-            if step.first().is_some_and(|first| class(first.turn.walk) != class(turn.walk)) {
+        let leader = match lead {
+            Lead::Oldest => turns.first(),
+            Lead::Waiting => turns.iter().min_by_key(|(active, _)| active.served),
+        };
+        let Some(leading) = leader.map(|(_, turn)| class(turn.walk)) else { return step };
+        for (active, turn) in turns {
+            if class(turn.walk) != leading {
                 continue;
             }
             if matches!(turn.walk, Walk::Prefill | Walk::Encode) {
@@ -359,7 +374,7 @@ impl<'a> Scheduler<'a> {
                 }
                 whole_tokens = with;
             }
-            step.push(Work { request, turn });
+            step.push(Work { request: active.request, turn });
         }
         step
     }
@@ -454,7 +469,7 @@ impl<'a> Scheduler<'a> {
         }
         let then = self.advanced(step);
         let now = std::mem::replace(&mut self.active, then);
-        let next = self.compose(true);
+        let next = self.compose(Lead::Waiting);
         self.active = now;
         if !next.is_empty() && machine.preplan(&next)? {
             self.ahead = Some(next);
@@ -478,6 +493,7 @@ impl<'a> Scheduler<'a> {
         for one in &mut active {
             if let Some(work) = step.iter().find(|work| work.request == one.request) {
                 one.progress = one.progress.after(&work.turn);
+                one.served = self.counts.steps + 1;
             }
         }
         active

@@ -327,6 +327,17 @@ fn contexts_are_written_first_so_that_requests_decode_together() {
 }
 
 #[test]
+fn classes_take_turns_so_that_nobody_starves() {
+    let mut plans = [plan(0, 0.0, 4, 3), plan(1, 2.0, 12, 2)];
+    plans[0].generation = Generation::Denoise { passes: 30, tokens: 2 };
+    let mut machine = Simulated::new(&plans, 1000, 4);
+    let steps = drive(&mut Scheduler::new(&plans, limits(8, 4)), &mut machine);
+    let last = steps.iter().rposition(|step| step.iter().any(|work| work.request == 1)).unwrap();
+    // Three cuts and one token, each after a pass of the other at most, from step 2 on.
+    assert!(last <= 2 + 2 * 4, "request r1 was done after step {last}");
+}
+
+#[test]
 fn a_context_waits_for_pages_and_nobody_leaves_for_it() {
     let mut plans = [plan(0, 0.0, 8, 6), plan(1, 2.0, 4, 2)];
     plans[1].context_len = 20;
