@@ -34,7 +34,7 @@ while read -r name package test spec; do
     esac
     spec=${spec//\`/}
     if [ "${spec:--}" != "-" ]; then
-        MSTAR_MUTANT=$name "$program" run "$spec" --verify 1 --quiet >/dev/null 2>&1
+        MSTAR_MUTANT=$name "$program" run $spec --verify 1 --quiet >/dev/null 2>&1
         status=$?
         if [ $status -eq 1 ]; then
             echo "caught  $name by --verify on $spec"; caught=$((caught + 1))
