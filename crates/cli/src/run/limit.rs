@@ -1,13 +1,43 @@
-//! The measured limit of this machine: how fast its cores read memory together.
+//! The measured limits of this machine: how fast its cores read memory together, and how fast they multiply and add.
 //!
-//! Decode is bound by it: an attention phase cannot be faster than the bytes it must read divided by this rate. It is
-//! measured in the run itself, over memory larger than the caches, so that a report's percentages hold for the
-//! machine that it was made on. The memory is given back before anything else is allocated.
+//! No phase can be faster than the bytes that it must read at the one rate, nor than its operations at the other
+//! (Williams, Waterman and Patterson's roofline, CACM 2009): decode is bound by the first, prefill by the second. Both
+//! are measured in the run itself, so that a report's percentages hold for the machine that it was made on. The memory
+//! read is larger than the caches, and is given back before anything else is allocated.
 
 use std::hint::black_box;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use mstar_core::attend::Work;
+use mstar_kernels::DType;
+use mstar_kernels::cpu::Isa;
+use mstar_kernels::cpu::peak::peak_flops;
 use rayon::prelude::*;
+
+/// The limits that phases are held against; `None` where one could not be measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Roof {
+    /// Bytes a second.
+    pub(crate) read: Option<f64>,
+    /// Floating-point operations a second.
+    pub(crate) flops: Option<f64>,
+}
+
+impl Roof {
+    /// Measures both over all threads of the current rayon pool, for kernels of `isa` on `dtype`.
+    pub(crate) fn measure(isa: Isa, dtype: DType) -> Roof {
+        let read = read_bandwidth();
+        let flops: f64 =
+            rayon::broadcast(|_| peak_flops(isa, dtype, Duration::from_millis(40))).into_iter().sum();
+        Roof { read, flops: (flops > 0.0).then_some(flops) }
+    }
+
+    /// The least time that `work` can take here, in seconds; 0 where nothing is known of either.
+    pub(crate) fn least_seconds(&self, work: &Work) -> f64 {
+        let bound = |amount: u64, rate: Option<f64>| rate.map_or(0.0, |rate| amount as f64 / rate);
+        bound(work.bytes_read, self.read).max(bound(work.flops, self.flops))
+    }
+}
 
 /// Bytes read in one pass; well past a last-level cache's share of two cores.
 const BYTES: usize = 192 << 20;
@@ -42,4 +72,18 @@ fn folded(words: &[i64]) -> i64 {
         }
     }
     lanes.iter().fold(0, |a, b| a ^ b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tighter_limit_counts() {
+        let roof = Roof { read: Some(10.0), flops: Some(100.0) };
+        let work = |bytes_read, flops| Work { bytes_read, flops, ..Work::default() };
+        assert_eq!(roof.least_seconds(&work(20, 100)), 2.0);
+        assert_eq!(roof.least_seconds(&work(20, 1000)), 10.0);
+        assert_eq!(Roof::default().least_seconds(&work(20, 1000)), 0.0);
+    }
 }

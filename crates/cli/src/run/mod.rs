@@ -48,6 +48,7 @@ pub(crate) use self::args::Arguments;
 use self::buffers::{Buffers, Widths};
 use self::event::Event;
 use self::files::{Files, StepLine};
+use self::limit::Roof;
 use self::memory::Memory;
 use self::model::Model;
 use self::phases::Phases;
@@ -111,7 +112,7 @@ fn foreseen(total: u128) -> String {
 fn drive(args: &Arguments, prepared: &Prepared, files: &mut Files) -> anyhow::Result<Report> {
     let spec = &prepared.spec;
     let workload = spec.workload.as_ref().context("the spec has no workload")?;
-    let read_limit = limit::read_bandwidth();
+    let roof = Roof::measure(prepared.machine.isa, spec.dtype);
     let phases = Arc::new(Phases::default());
     let largest = buffers::largest_step(spec, &prepared.requests);
     let model = Model::build(spec, prepared.device, &prepared.attentions, largest, &phases)?;
@@ -149,7 +150,7 @@ fn drive(args: &Arguments, prepared: &Prepared, files: &mut Files) -> anyhow::Re
     bar.finish_and_clear();
     let elapsed_s = started.elapsed().as_secs_f64();
     let stopped_early = !ended && scheduler.unfinished() > 0;
-    let measured = Measured { elapsed_s, computed, stopped_early, read_limit, memory: live.memory() };
+    let measured = Measured { elapsed_s, computed, stopped_early, roof, memory: live.memory() };
     Ok(tell(args, prepared, &model, &live, &scheduler, &phases, &measured))
 }
 
@@ -169,7 +170,7 @@ struct Measured {
     elapsed_s: f64,
     computed: u64,
     stopped_early: bool,
-    read_limit: Option<f64>,
+    roof: Roof,
     memory: Memory,
 }
 
@@ -186,7 +187,7 @@ fn tell(
     let Counts {
         steps, promoted, replanned, finished, refused, offloads, reloads, restarts, put_off, ..
     } = scheduler.counts();
-    let Measured { elapsed_s, computed, stopped_early, read_limit, memory } = *measured;
+    let Measured { elapsed_s, computed, stopped_early, roof, memory } = *measured;
     let stats = model.kv.store().stats();
     let events = scheduler.events().to_vec();
     let prompt = events.iter().map(|event| match event {
@@ -215,7 +216,8 @@ fn tell(
             cpu: prepared.machine.cpu.clone(),
             isa: prepared.machine.isa.to_string(),
             threads: prepared.machine.threads,
-            read_bytes_per_s: read_limit,
+            read_bytes_per_s: roof.read,
+            flops_per_s: roof.flops,
         },
         requests: report::Requests {
             total: prepared.requests.len(),
@@ -238,7 +240,7 @@ fn tell(
         phases: phases
             .all()
             .into_iter()
-            .map(|(phase, resource, cost)| told(phase, resource, cost, read_limit))
+            .map(|(phase, resource, cost)| told(phase, resource, cost, &roof))
             .collect(),
         kernels: live.kernels().clone(),
         memory: report::MemoryReport {
@@ -283,12 +285,13 @@ fn tell(
 }
 
 /// One phase as reports tell it.
-fn told(phase: &'static str, resource: String, cost: phases::Cost, read_limit: Option<f64>) -> report::Phase {
+fn told(phase: &'static str, resource: String, cost: phases::Cost, roof: &Roof) -> report::Phase {
     let seconds = cost.elapsed.as_secs_f64();
     let rate = |n: u64| (n > 0 && seconds > 0.0).then(|| n as f64 / seconds);
     let bytes = cost.work.bytes_read + cost.work.bytes_written;
-    // Only phases that stream memory are bound by it; what a step has just made lies in a processor's cache.
-    let read_limit = read_limit.filter(|_| matches!(phase, "attend" | "offload" | "reload"));
+    // What a step has just made lies in a processor's cache: only phases that stream memory are held to a limit.
+    let bound = matches!(phase, "attend" | "offload" | "reload") && seconds > 0.0;
+    let least = roof.least_seconds(&cost.work);
     report::Phase {
         phase: phase.to_owned(),
         resource,
@@ -300,6 +303,6 @@ fn told(phase: &'static str, resource: String, cost: phases::Cost, read_limit: O
         tokens_per_s: rate(cost.work.tokens),
         bytes_per_s: rate(bytes),
         flops_per_s: rate(cost.work.flops),
-        share_of_read_limit: rate(bytes).zip(read_limit).map(|(rate, limit)| rate / limit),
+        share_of_limit: (bound && least > 0.0).then(|| least / seconds),
     }
 }

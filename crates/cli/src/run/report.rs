@@ -45,6 +45,7 @@ pub(crate) struct MachineReport {
     pub(crate) isa: String,
     pub(crate) threads: usize,
     pub(crate) read_bytes_per_s: Option<f64>,
+    pub(crate) flops_per_s: Option<f64>,
 }
 
 /// Requests by what became of them.
@@ -94,8 +95,8 @@ pub(crate) struct Phase {
     pub(crate) tokens_per_s: Option<f64>,
     pub(crate) bytes_per_s: Option<f64>,
     pub(crate) flops_per_s: Option<f64>,
-    /// Bytes a second as a share of what the machine reads.
-    pub(crate) share_of_read_limit: Option<f64>,
+    /// The least time that the machine's measured limits allow, as a share of the time taken.
+    pub(crate) share_of_limit: Option<f64>,
 }
 
 /// Memory, in bytes.
@@ -231,7 +232,7 @@ impl Report {
                 phase.tokens_per_s.map_or_else(|| "-".into(), si),
                 rate(phase.bytes_per_s, 1e9),
                 rate(phase.flops_per_s, 1e9),
-                phase.share_of_read_limit.map_or_else(|| "-".into(), share),
+                phase.share_of_limit.map_or_else(|| "-".into(), share),
             ]);
         }
         let widths: Vec<usize> = (0..head.len())
@@ -319,9 +320,13 @@ impl Report {
                 bytes(self.memory.estimated_most.into())
             ),
         ));
-        if let Some(limit) = self.machine.read_bytes_per_s {
-            lines
-                .push(("limit", format!("this machine reads {:.1} GB/s, measured in this run", limit / 1e9)));
+        if let (Some(read), Some(flops)) = (self.machine.read_bytes_per_s, self.machine.flops_per_s) {
+            let text = format!(
+                "this machine reads {:.1} GB/s and does {:.0} GFLOP/s, measured in this run",
+                read / 1e9,
+                flops / 1e9
+            );
+            lines.push(("limit", text));
         }
         if let Some(model) = &self.prefix_model {
             lines.push((
@@ -376,7 +381,7 @@ pub(super) mod tests {
             tokens_per_s: Some(812_345.0),
             bytes_per_s: Some(123.4e9),
             flops_per_s: Some(1234.5e9),
-            share_of_read_limit: Some(0.987),
+            share_of_limit: Some(0.987),
         };
         Report {
             schema: SCHEMA,
@@ -390,6 +395,7 @@ pub(super) mod tests {
                 isa: "avx512-bf16".into(),
                 threads: 128,
                 read_bytes_per_s: Some(25e9),
+                flops_per_s: Some(4e11),
             },
             requests: Requests {
                 total: 20_000,
