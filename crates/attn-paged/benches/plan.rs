@@ -22,20 +22,20 @@ fn benches(c: &mut Criterion) {
         let per_row = kv_len / 16;
         let pages = rows * per_row;
         // Two batches in turn, so that a plan is never skipped: a decode step gives each row one more token.
-        let tables: Vec<(Vec<i32>, Vec<i32>, Vec<i32>, Vec<i32>)> = [15, 16]
+        let tables: Vec<[Vec<i32>; 4]> = [15, 16]
             .into_iter()
             .map(|last| {
-                (
+                [
                     (0..=rows as i32).collect(),
                     (0..=rows).map(|r| (r * per_row) as i32).collect(),
                     (0..pages).map(|i| (i * 7919 % pages) as i32).collect(),
                     vec![last; rows],
-                )
+                ]
             })
             .collect();
         let views: Vec<PageTable<'_>> = tables
             .iter()
-            .map(|(qo, kv, indices, last)| PageTable {
+            .map(|[qo, kv, indices, last]| PageTable {
                 qo_indptr: qo,
                 kv_indptr: kv,
                 kv_indices: indices,

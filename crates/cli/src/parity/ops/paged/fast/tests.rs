@@ -159,8 +159,8 @@ impl Batch {
             laid.kv_offset.push((given_back * s) as i64);
             laid.page_start.push(dead as i32);
             let kv_len = given_back * s + used;
-            let mask = |i: usize| bits(self.seed ^ 1, i) % 4 != 0;
-            let masked = self.masked > 0 && bits(self.seed, at) as usize % self.masked == 0;
+            let mask = |i: usize| !bits(self.seed ^ 1, i).is_multiple_of(4);
+            let masked = self.masked > 0 && (bits(self.seed, at) as usize).is_multiple_of(self.masked);
             laid.masks.push(masked.then(|| (0..q_len * kv_len).map(mask).collect()));
         }
         // Pages lie in a random order, and one belongs to nobody.
@@ -430,7 +430,7 @@ fn through_a_file<E: Unwritten + Exact>(batch: &Batch) -> Result<(), TestCaseErr
         ..batch.clone()
     };
     let folder = tempfile::tempdir().unwrap();
-    let op = if said.causal || said.seed % 2 == 0 { "paged" } else { "cross" };
+    let op = if said.causal || said.seed.is_multiple_of(2) { "paged" } else { "cross" };
     let case = Case::read(&written::<E>(&said, op, folder.path()))
         .map_err(|e| TestCaseError::fail(format!("{e:#}")))?;
     for engine in [Engine::Reference, Engine::Fast] {
