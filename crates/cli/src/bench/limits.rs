@@ -1,16 +1,20 @@
 //! What this machine can do, measured in the program that is about to be judged by it.
 
 use std::sync::Barrier;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use anyhow::Context;
-use mstar_kernels::DType;
 use mstar_kernels::cpu::{Isa, peak::peak_flops};
-
-use crate::run::limit::read_bandwidth;
+use mstar_kernels::{Buffer, DType};
+use rayon::prelude::*;
 
 /// Time that one peak is measured for.
 const PEAK_TIME: Duration = Duration::from_millis(200);
+
+/// Words read in one pass: 256 MiB, well past a last-level cache.
+const READ_WORDS: usize = 32 << 20;
+
+/// Passes over them, of which the fastest counts.
+const READ_PASSES: usize = 5;
 
 /// The roofline's two sides.
 #[derive(Clone, Copy, Debug)]
@@ -32,7 +36,7 @@ impl Limits {
     pub(super) fn measure() -> anyhow::Result<Limits> {
         let isa = Isa::current();
         let threads = rayon::current_num_threads();
-        let read = read_bandwidth().context("no memory to measure the read bandwidth over")?;
+        let read = read_bandwidth()?;
         let peak = |dtype| {
             // All threads at once: they share power and clocks.
             let barrier = Barrier::new(threads);
@@ -49,4 +53,27 @@ impl Limits {
     pub(super) fn flops(&self, dtype: DType) -> f64 {
         if dtype == DType::Bf16 { self.flops_bf16 } else { self.flops_f32 }
     }
+}
+
+/// Bytes a second that all threads read together, from the same kind of memory as the cases' caches.
+fn read_bandwidth() -> anyhow::Result<f64> {
+    let mut buffer = Buffer::for_tensor(DType::I64, &[READ_WORDS])?;
+    let mut view = buffer.tensor_mut(0, DType::I64, &[READ_WORDS])?;
+    let words = view.as_mut_slice::<i64>().unwrap_or_default();
+    words.iter_mut().enumerate().for_each(|(i, word)| *word = i as i64);
+    // Independent lanes, so that operations do not wait for one another and the loop vectorises.
+    let fold = |words: &[i64]| {
+        let mut lanes = [0i64; 32];
+        for row in words.chunks_exact(32) {
+            lanes.iter_mut().zip(row).for_each(|(lane, word)| *lane ^= word);
+        }
+        lanes.into_iter().fold(0, |a, b| a ^ b)
+    };
+    let mut best = 0f64;
+    for _ in 0..READ_PASSES {
+        let begun = Instant::now();
+        std::hint::black_box(words.par_chunks(1 << 17).map(fold).reduce(|| 0, |a, b| a ^ b));
+        best = best.max(size_of_val(words) as f64 / begun.elapsed().as_secs_f64().max(1e-9));
+    }
+    Ok(best)
 }
