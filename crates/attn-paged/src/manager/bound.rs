@@ -30,8 +30,18 @@ pub fn workspace_bound(geometry: &AttnGeometry, largest: StepShape, workers: usi
         *last = tokens - (decode.len() - 1);
     }
     let even = vec![tokens.div_ceil(rows.max(1)); rows];
+    let mut shapes = vec![vec![1], vec![tokens], decode, mixed, even];
+    // A row of a few tiles over a long context is cut finest of all, and more finely beside decode rows.
+    for part in 1..=PARTS {
+        let q_len = (tokens * part).div_ceil(PARTS);
+        for beside in [0, 1, rows / 2, rows.saturating_sub(1)] {
+            let mut q_lens = vec![1; beside.min(tokens - q_len)];
+            q_lens.push(q_len);
+            shapes.push(q_lens);
+        }
+    }
     let mut most = 0;
-    for q_lens in [vec![1], vec![tokens], decode, mixed, even] {
+    for q_lens in shapes {
         for (cascade, causal) in [(false, true), (false, false), (true, true)] {
             let options = PlanOptions { workers, cascade, ..PlanOptions::default() };
             most = most.max(bytes(&geometry, causal, &q_lens, kv_len, &options)?);
@@ -40,6 +50,9 @@ pub fn workspace_bound(geometry: &AttnGeometry, largest: StepShape, workers: usi
     // Lengths between these are cut a little finer: up to a fifth more was seen over a grid of them.
     Ok(most + most / 4)
 }
+
+/// Lengths of a row between one token and all of a step's that are tried.
+const PARTS: usize = 32;
 
 fn bytes(
     geometry: &Geometry,
@@ -94,6 +107,38 @@ mod tests {
                 for prompt in [1, 128, 480, 505, 512] {
                     let mut q_lens = vec![1; decoding];
                     q_lens.push(prompt);
+                    let options = PlanOptions { workers: 2, ..PlanOptions::default() };
+                    let needed = bytes(&geometry, true, &q_lens, kv_len, &options).unwrap();
+                    assert!(needed <= bound, "{q_lens:?} over {kv_len}: {needed} > {bound}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn f18_a_row_of_a_few_tiles_over_a_long_context_fits_too() {
+        let layout = KvLayout::Nhd { num_kv_heads: 2, head_dim: 64 };
+        let kv = mstar_core::kv::KvConfig::new(layout, DType::Bf16, 16, 768);
+        let softmax = mstar_core::attend::Softmax::scaled(0.1);
+        let attn = AttnGeometry::over(&kv, 8, DType::Bf16, softmax);
+        let largest = StepShape { rows: 16, tokens: 528, kv_len: 15100 };
+        let bound = workspace_bound(&attn, largest, 2).unwrap();
+        for kv_len in [1024, 4096, 8192, 12_000, 15_100] {
+            let geometry = Geometry {
+                num_qo_heads: 8,
+                num_kv_heads: 2,
+                head_dim_qk: 64,
+                head_dim_vo: 64,
+                page_size: kv_len,
+                q_dtype: DType::Bf16,
+                kv_dtype: DType::Bf16,
+            };
+            for decoding in [0, 1, 3, 8, 14] {
+                for prompt in
+                    [&[16][..], &[64], &[100], &[190], &[200], &[333], &[512], &[100, 100], &[200, 300]]
+                {
+                    let mut q_lens = vec![1; decoding];
+                    q_lens.extend(prompt);
                     let options = PlanOptions { workers: 2, ..PlanOptions::default() };
                     let needed = bytes(&geometry, true, &q_lens, kv_len, &options).unwrap();
                     assert!(needed <= bound, "{q_lens:?} over {kv_len}: {needed} > {bound}");
