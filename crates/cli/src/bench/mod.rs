@@ -2,12 +2,11 @@
 //!
 //! | room | what is in it |
 //! | --- | --- |
-//! | `cases` | the kernels, their shapes, and what each must move and compute |
+//! | `cases` | the kernels, their shapes, and what each must move and compute; a file a family |
 //! | `limits` | read bandwidth and multiply-add peak, measured before anything is timed |
 //! | `measure` | repeated timing of one case |
 //! | `report` | the table, and a baseline saved and compared |
 
-#[cfg(feature = "paged")]
 mod cases;
 mod limits;
 mod measure;
@@ -60,7 +59,6 @@ pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
     Ok(Exit::Success)
 }
 
-#[cfg(feature = "paged")]
 fn time(args: &Arguments, baseline: Option<&report::Saved>) -> anyhow::Result<report::Saved> {
     let limits = limits::Limits::measure()?;
     text::print(&report::head(&limits, baseline))?;
@@ -75,11 +73,8 @@ fn time(args: &Arguments, baseline: Option<&report::Saved>) -> anyhow::Result<re
         text::print(&line.text(baseline))?;
         saved.lines.push(line);
     }
+    if saved.lines.is_empty() {
+        bail!("none of {} is compiled in; build with --features paged", args.kernels.join(", "));
+    }
     Ok(saved)
-}
-
-#[cfg(not(feature = "paged"))]
-fn time(args: &Arguments, baseline: Option<&report::Saved>) -> anyhow::Result<report::Saved> {
-    let _ = (args, baseline, text::print);
-    bail!("no kernel family is compiled in; build with --features paged")
 }

@@ -1,30 +1,14 @@
-//! The kernels and their shapes, through the wrapper level of each backend.
+//! Paged attention: prefill, append, decode, cascade, and planning.
 
-use anyhow::Context;
-use half::bf16;
 use mstar_attn_paged::{
     Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Stream, Variant, Workspace, run,
 };
-use mstar_kernels::cpu::scatter::scatter;
-use mstar_kernels::lse::{Merged, Partial, merge_natural};
 use mstar_kernels::{Buffer, DType};
 
-use super::measure::Work;
-use super::report::Cost;
+use super::{Case, Cost, Work, filled};
 
-/// A kernel at one shape.
-pub(super) struct Case {
-    /// The name that selects it.
-    pub(super) kernel: &'static str,
-    /// The shape, as printed.
-    pub(super) shape: String,
-    /// Type of what is multiplied.
-    pub(super) dtype: DType,
-    /// Useful work of a call.
-    pub(super) cost: Cost,
-    /// Allocates and fills what a call needs.
-    pub(super) make: Box<dyn FnOnce() -> anyhow::Result<Work>>,
-}
+const D: usize = 128;
+const S: usize = 16;
 
 /// A batch of equal rows.
 #[derive(Clone, Copy)]
@@ -40,10 +24,7 @@ struct Rows {
     cascade: bool,
 }
 
-const D: usize = 128;
-const S: usize = 16;
-
-/// Every case, large shapes or small ones.
+/// The cases of this family.
 pub(super) fn list(quick: bool) -> Vec<Case> {
     let shrink = if quick { 8 } else { 1 };
     let base =
@@ -70,8 +51,6 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
     for (rows, kv_len) in [(64, 8192), (1, 65536)] {
         cases.push(plan(Rows { rows, kv_len, ..base }));
     }
-    cases.push(scatter_case(2048 / shrink));
-    cases.push(merge_case(2048 / shrink));
     cases
 }
 
@@ -162,19 +141,6 @@ impl Tables {
     }
 }
 
-/// A buffer of numbers in -1..1.
-fn filled(dtype: DType, len: usize) -> anyhow::Result<Buffer> {
-    let mut buffer = Buffer::for_tensor(dtype, &[len])?;
-    let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 16) as f32 / 32_768.0 - 1.0;
-    let mut view = buffer.tensor_mut(0, dtype, &[len])?;
-    if let Some(numbers) = view.as_mut_slice::<f32>() {
-        numbers.iter_mut().enumerate().for_each(|(i, x)| *x = number(i));
-    } else if let Some(numbers) = view.as_mut_slice::<bf16>() {
-        numbers.iter_mut().enumerate().for_each(|(i, x)| *x = bf16::from_f32(number(i)));
-    }
-    Ok(buffer)
-}
-
 fn attention(kernel: &'static str, rows: Rows) -> Case {
     let shape = match (kernel, rows.cascade) {
         ("cascade", true) => format!("{} x {}, shared, {}", rows.rows, rows.kv_len, rows.dtype),
@@ -222,69 +188,9 @@ fn plan(rows: Rows) -> Case {
     Case { kernel: "plan", shape, dtype: rows.dtype, cost: Cost::default(), make: Box::new(make) }
 }
 
-fn scatter_case(tokens: usize) -> Case {
-    let (g, dtype) = (8, DType::Bf16);
-    let make = move || -> anyhow::Result<Work> {
-        let pages = 2 * tokens.div_ceil(S);
-        let entries = filled(dtype, tokens * g * D)?;
-        let mut cache = Buffer::for_tensor(dtype, &[pages, S, g, D])?;
-        let slots: Vec<i64> = (0..tokens).map(|t| (t / S * 2 * S + t % S) as i64).collect();
-        Ok(Box::new(move || {
-            let from = entries.tensor(0, dtype, &[tokens, g, D])?;
-            let to = cache.tensor_mut(0, dtype, &[pages, S, g, D])?;
-            Ok(scatter(&Stream::cpu(), &slots, from, to)?)
-        }))
-    };
-    let cost = Cost { bytes: (2 * tokens * g * D * dtype.size()) as f64, flops: 0.0 };
-    Case {
-        kernel: "scatter",
-        shape: format!("{tokens} x {g} x {D}, {dtype}"),
-        dtype,
-        cost,
-        make: Box::new(make),
-    }
-}
-
-fn merge_case(tokens: usize) -> Case {
-    let (h, dtype) = (8, DType::F32);
-    let make = move || -> anyhow::Result<Work> {
-        let parts = [filled(dtype, tokens * h * D)?, filled(dtype, tokens * h * D)?];
-        let lses = [filled(dtype, tokens * h)?, filled(dtype, tokens * h)?];
-        let (mut o, mut lse) =
-            (Buffer::for_tensor(dtype, &[tokens * h * D])?, Buffer::for_tensor(dtype, &[tokens * h])?);
-        Ok(Box::new(move || {
-            let part = |i: usize| -> anyhow::Result<Partial<'_>> {
-                Ok(Partial {
-                    o: parts[i].tensor(0, dtype, &[tokens, h, D])?,
-                    lse: lses[i].tensor(0, dtype, &[tokens, h])?,
-                })
-            };
-            let mut out = Merged {
-                o: o.tensor_mut(0, dtype, &[tokens, h, D])?,
-                lse: lse.tensor_mut(0, dtype, &[tokens, h])?,
-            };
-            merge_natural(&part(0)?, &part(1)?, &mut out).context("merging")
-        }))
-    };
-    let cost = Cost { bytes: (3 * tokens * h * (D + 1) * 4) as f64, flops: (3 * tokens * h * D) as f64 };
-    let shape = format!("2 of {tokens} x {h} x {D}, {dtype}");
-    Case { kernel: "merge", shape, dtype, cost, make: Box::new(make) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_quick_case_runs_and_is_one_that_can_be_named() {
-        for case in list(true) {
-            assert!(super::super::KERNELS.contains(&case.kernel));
-            assert!(case.kernel.len() + case.shape.len() < 34, "{} {}", case.kernel, case.shape);
-            let mut work = (case.make)().unwrap();
-            work().unwrap_or_else(|error| panic!("{} {}: {error:#}", case.kernel, case.shape));
-        }
-        assert!(list(false).iter().all(|case| case.kernel.len() + case.shape.len() < 34));
-    }
 
     #[test]
     fn useful_work_counts_shared_keys_once_and_hidden_pairs_never() {
