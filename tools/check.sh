@@ -44,5 +44,6 @@ step "quickstart" bash -c "$(sed -n 's/^\(cargo run .*\)$/\1/p' README.md | head
 step "each feature alone" features_alone
 step "examples" examples
 step "package" cargo package -q --locked --workspace --allow-dirty
+step "planted faults" bash tools/mutants.sh
 echo
 echo "all checks passed"

@@ -19,6 +19,7 @@ fn f36_what_is_wrong_with_an_argument_or_a_spec_is_said() {
     refused(&run(&quick, &["--verify", "1.5"]), &["--verify", "0 to 1"]);
     refused(&run(&quick, &["--verify", "nan"]), &["--verify"]);
     refused(&run(&quick, &["--threads", "0"]), &["--threads"]);
+    refused(&run(&quick, &["--threads", "100000"]), &["--threads", "1024"]);
     refused(&run(&quick, &["--set", "workload.max_bach=3"]), &["max_bach", "max_batch"]);
     refused(&run(&quick, &["--device", "gpu"]), &["--device", "gpu"]);
     refused(&run(&quick, &["--csv", "/no/such/directory/x.csv"]), &["x.csv"]);

@@ -28,8 +28,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N")]
     pub(crate) steps: Option<u64>,
     /// Worker threads; all cores unless said
-    #[arg(long, value_name = "N")]
-    pub(crate) threads: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) threads: Option<u16>,
     /// No progress bar, and no table
     #[arg(long)]
     pub(crate) quiet: bool,

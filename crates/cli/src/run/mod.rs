@@ -64,14 +64,9 @@ pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
     if !(0.0..=1.0).contains(&args.verify) {
         bail!("--verify: {} is no share of rows; give a number from 0 to 1", args.verify);
     }
-    if args.threads == Some(0) {
-        bail!("--threads: at least 1");
-    }
-    let mut pool = rayon::ThreadPoolBuilder::new();
-    if let Some(threads) = args.threads {
-        pool = pool.num_threads(threads);
-    }
-    let pool = pool.build().context("cannot start the worker threads")?;
+    let threads = args.threads.map_or(0, usize::from); // 0: as many as there are processors
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    let pool = pool.context("cannot start the worker threads")?;
     pool.install(|| run(&args))
 }
 
@@ -215,7 +210,7 @@ fn tell(
         machine: report::MachineReport {
             cpu: prepared.machine.cpu.clone(),
             isa: prepared.machine.isa.to_string(),
-            threads: prepared.machine.threads,
+            threads: rayon::current_num_threads(),
             read_bytes_per_s: roof.read,
             flops_per_s: roof.flops,
         },
