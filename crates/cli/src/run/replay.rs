@@ -38,6 +38,9 @@ pub(crate) struct Replayed {
 pub(crate) fn replay(plans: &[RequestPlan], events: &[Event], page_size: usize) -> Replayed {
     let by_id: HashMap<&str, &RequestPlan> = plans.iter().map(|plan| (plan.id.as_str(), plan)).collect();
     let mut contents: HashMap<&str, Content> = HashMap::new();
+    // Whole pages that each stream has: a commit offers those that it fills, and none that it had before, which an
+    // eviction may have taken from the index while the request was on the host.
+    let mut filled: HashMap<(&str, usize), usize> = HashMap::new();
     let mut entries: HashMap<u64, u64> = HashMap::new();
     let mut index: HashSet<u64> = HashSet::new();
     let mut replayed = Replayed::default();
@@ -50,6 +53,7 @@ pub(crate) fn replay(plans: &[RequestPlan], events: &[Event], page_size: usize) 
                 let whole = (keys.len() - 1) / page_size;
                 let hit = (1..=whole).take_while(|page| index.contains(&keys[page * page_size - 1])).count();
                 let expected = hit * page_size;
+                filled.insert((id, 0), hit_tokens / page_size);
                 replayed.requests += 1;
                 replayed.hit_tokens += expected;
                 if expected != *hit_tokens {
@@ -59,11 +63,16 @@ pub(crate) fn replay(plans: &[RequestPlan], events: &[Event], page_size: usize) 
             }
             Event::Commit { request, streams, .. } => {
                 let Some(content) = contents.get(request.as_str()) else { continue };
-                let plan = by_id[request.as_str()];
+                let (&id, plan) = by_id.get_key_value(request.as_str()).expect("its content is known");
                 for stored in streams {
                     let Some(stream) = stream_of(plan, &stored.label) else { continue };
                     let keys = &content.streams[stream].keys;
-                    index.extend((1..=stored.tokens / page_size).map(|page| keys[page * page_size - 1]));
+                    // A fork begins with the pages of the stream that it was made from.
+                    let main = filled.get(&(id, 0)).copied().unwrap_or(0);
+                    let had = filled.entry((id, stream)).or_insert(main);
+                    let has = stored.tokens / page_size;
+                    index.extend((*had + 1..=has).map(|page| keys[page * page_size - 1]));
+                    *had = has;
                 }
             }
             Event::Index { entry, request, label, ordinal, .. } => {
@@ -80,6 +89,7 @@ pub(crate) fn replay(plans: &[RequestPlan], events: &[Event], page_size: usize) 
             }
             Event::Finish { request, .. } | Event::Restart { request, .. } => {
                 contents.remove(request.as_str());
+                filled.retain(|(id, _), _| *id != request.as_str());
             }
             Event::Offload { .. } | Event::Reload { .. } | Event::Refuse { .. } => {}
         }
@@ -134,6 +144,21 @@ mod tests {
         let replayed = replay(&plans, &log, 4);
         assert_eq!(replayed.mismatches, []);
         assert_eq!((replayed.requests, replayed.hit_tokens), (4, 20));
+    }
+
+    #[test]
+    fn a_page_evicted_while_its_request_was_away_is_not_offered_again() {
+        let plans = [plan(0, &[1, 2, 3]), plan(1, &[1, 2, 4])];
+        let log = [
+            admit(&plans[0], 0),
+            commit(&plans[0], 8),
+            index(&plans[0], 7, 0),
+            index(&plans[0], 8, 1),
+            Event::Evict { step: 0, entry: 8 },
+            commit(&plans[0], 12), // fills the third page alone
+            admit(&plans[1], 4),
+        ];
+        assert_eq!(replay(&plans, &log, 4).mismatches, []);
     }
 
     #[test]

@@ -95,8 +95,11 @@ pub(crate) fn locate(file: &str, spec_path: &Path) -> anyhow::Result<PathBuf> {
     let named = Path::new(file);
     let mut tried = vec![named.to_path_buf()];
     if named.components().count() <= 1 {
-        if let Some(dir) = std::env::var_os("MSTAR_DATA").filter(|dir| !dir.is_empty()) {
-            tried.push(Path::new(&dir).join(named));
+        let data = std::env::var_os("MSTAR_DATA").filter(|dir| !dir.is_empty());
+        if let Some(dir) = data.as_ref().map(Path::new) {
+            // Whoever asks for the public traces must not be given the small ones for a slip of the pen.
+            anyhow::ensure!(dir.is_dir(), "MSTAR_DATA: {} is not a directory", dir.display());
+            tried.push(dir.join(named));
         }
         tried.push(spec_path.parent().unwrap_or(Path::new("")).join("data").join(named));
     }
@@ -139,8 +142,8 @@ pub(crate) fn read(input: impl BufRead, path: &Path, spec: &TraceSpec) -> Result
         mooncake::read(&mut lines, &first, end, spec.block_tokens)?
     };
     all.drain(..spec.skip.min(all.len()));
-    // Time begins with the first request that is taken.
-    let start = all.first().map_or(0.0, |request| request.arrival_ms);
+    // Time begins with the earliest request that is taken; a trace need not be in order.
+    let start = all.iter().map(|request| request.arrival_ms).fold(f64::INFINITY, f64::min);
     all.iter_mut().for_each(|request| request.arrival_ms -= start);
     Ok(all)
 }
