@@ -160,7 +160,11 @@ fn tensors() -> Vec<Hostile> {
             with("out.o", floats("F32", &[4, 4, 2], &[0.0; 32])),
         ),
         changed("indptr_empty", "tensor in.qo_indptr", with("in.qo_indptr", ints(&[]))),
-        changed("indptr_start", "in.qo_indptr[0]", with("in.qo_indptr", ints(&[1, 1, 3, 4]))),
+        changed(
+            "indptr_start",
+            "in.qo_indptr[0] = 1: an indptr starts at 0",
+            with("in.qo_indptr", ints(&[1, 1, 3, 4])),
+        ),
         changed("indptr_falls", "in.qo_indptr[2] = 1", with("in.qo_indptr", ints(&[0, 2, 1, 4]))),
         changed("indptr_ends", "must end at 4", with("in.qo_indptr", ints(&[0, 1, 3, 3]))),
         changed("kv_indptr_past", "in.kv_indptr[3] = 4", with("in.kv_indptr", ints(&[0, 2, 3, 4]))),

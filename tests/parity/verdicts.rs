@@ -270,3 +270,30 @@ fn dumps_hold_what_was_computed_under_the_same_names() {
     assert!(run.stderr.contains("overwrite the case"), "{}", run.stderr);
     assert_eq!(std::fs::read(cases.join("a.safetensors")).unwrap(), built.bytes());
 }
+
+#[test]
+fn dumps_that_would_take_one_place_are_refused_before_anything_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    for root in ["one/cases", "two/cases"] {
+        std::fs::create_dir_all(at(root)).unwrap();
+        paged("F32").write(&dir.path().join(root).join("a.safetensors"));
+    }
+    let dump = |folder: &str, cases: &[&str]| {
+        let cases: Vec<String> = cases.iter().map(|case| at(case)).collect();
+        let fixed = ["--backend", "reference", "--dump", &at(folder)].map(str::to_owned);
+        mstar(fixed.into_iter().chain(cases))
+    };
+    let run = dump("out", &["one/cases", "two/cases"]);
+    assert_eq!((run.code, run.stdout.as_str()), (2, ""), "{}", run.stderr);
+    for part in ["one/cases/a.safetensors", "two/cases/a.safetensors", "out/cases/a.safetensors"] {
+        assert!(run.stderr.contains(part), "`{part}` is missing from: {}", run.stderr);
+    }
+    assert!(!dir.path().join("out").exists());
+    // Nor may a dump take the place of another case.
+    let run = dump("one", &["two/cases", "one/cases/a.safetensors"]);
+    assert!(run.code == 2 && run.stderr.contains("would overwrite the case"), "{}", run.stderr);
+    assert_eq!(std::fs::read(at("one/cases/a.safetensors")).unwrap(), paged("F32").bytes());
+    // The same file named twice is one case.
+    assert_eq!(dump("out", &["one/cases", "one/cases"]).code, 0);
+}

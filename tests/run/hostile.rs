@@ -56,3 +56,29 @@ fn mstar_data_points_a_spec_at_another_trace() {
     let ran = run_in(&spec("mooncake-prefix.yaml"), &["--verify", "1"], Some(dir.path())).good();
     assert_eq!((ran.number("requests.total"), ran.number("requests.finished")), (3, 3));
 }
+
+#[test]
+fn two_files_of_a_run_that_are_one_are_refused_before_anything_is_written() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    let mine = dir.path().join("mine.yaml");
+    std::fs::copy(spec("quickstart.yaml"), &mine).expect("a copy");
+    let before = std::fs::read(&mine).expect("the copy");
+    std::fs::create_dir(dir.path().join("sub")).expect("a folder");
+    let (new, same) = (at("x.out"), at("sub/../x.out"));
+    refused(&run(&mine, &["--csv", &new, "--plot", &same]), &["--plot: ", "x.out is also --csv"]);
+    // The runner's own --report.
+    refused(&run(&mine, &["--plot", "report.json"]), &["--plot: ", "report.json is also --report"]);
+    refused(&run(&mine, &["--csv", &at("sub/../mine.yaml")]), &["--csv: ", "mine.yaml is also the spec"]);
+    assert!(!dir.path().join("x.out").exists());
+    assert_eq!(std::fs::read(&mine).expect("the spec"), before);
+
+    let line = "{\"timestamp\": 0, \"input_length\": 600, \"output_length\": 2, \"hash_ids\": [1, 2]}\n";
+    std::fs::write(at("trace.jsonl"), line).expect("a trace");
+    let set = format!("workload.file={}", at("trace.jsonl"));
+    let ran = run(&spec("mooncake-prefix.yaml"), &["--set", &set, "--plot", &at("sub/../trace.jsonl")]);
+    refused(&ran, &["--plot: ", "trace.jsonl is also the trace"]);
+    assert_eq!(std::fs::read_to_string(at("trace.jsonl")).expect("the trace"), line);
+    // Nothing is lost where nothing is kept.
+    run(&mine, &["--csv", "/dev/null", "--plot", "/dev/null", "--steps", "2"]).good();
+}

@@ -66,3 +66,52 @@ fn csv_has_a_line_a_step_and_the_timeline_is_a_drawing() {
     let svg = std::fs::read_to_string(ran.dir.path().join("steps.svg")).expect("a drawing");
     assert!(svg.starts_with("<svg") && svg.contains("15 steps"));
 }
+
+/// `mstar ARGS` where stdout and stderr go to the files named.
+#[cfg(target_os = "linux")]
+fn into(args: &[&str], stdout: &str, stderr: &str) -> Option<i32> {
+    let open = |path: &str| std::fs::OpenOptions::new().write(true).open(path).expect("a device");
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_mstar"));
+    let status = command.args(args).stdout(open(stdout)).stderr(open(stderr)).status();
+    status.expect("the program starts").code()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_stderr_that_takes_nothing_changes_no_exit_code() {
+    let quick = spec("quickstart.yaml").display().to_string();
+    let (null, full) = ("/dev/null", "/dev/full");
+    assert_eq!(into(&["run", &quick, "--steps", "5"], null, full), Some(0));
+    for refused in
+        [&["run", "no-such-spec.yaml"][..], &["run", "--no-such"], &["parity", "no-such-case"], &[]]
+    {
+        assert_eq!(into(refused, null, full), Some(2), "{refused:?}");
+    }
+    // A table that is lost is a fault, and no panic.
+    assert_eq!(into(&["run", &quick, "--steps", "5"], full, full), Some(2));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_file_that_cannot_be_written_loses_neither_the_table_nor_the_other_files() {
+    for (option, others) in [("--csv", ["--plot", "a.svg"]), ("--plot", ["--csv", "a.csv"])] {
+        // Steps enough for the CSV to fill its buffer long before the end.
+        let ran = run(&spec("quickstart.yaml"), &[&[option, "/dev/full"][..], &others].concat());
+        assert_eq!(ran.code, Some(2), "{}", ran.stderr);
+        assert!(ran.stderr.contains(&format!("mstar: {option}: cannot write: No space")), "{}", ran.stderr);
+        assert!(ran.stdout.contains("digest"), "{}", ran.stdout);
+        assert!(ran.number("requests.finished") > 0);
+        let other = std::fs::metadata(ran.dir.path().join(others[1])).expect("the other file");
+        assert!(other.len() > 1000, "{}", other.len());
+    }
+    let quick = spec("quickstart.yaml").display().to_string();
+    let args = ["run", &quick, "--steps", "5", "--report", "/dev/full"];
+    let output =
+        std::process::Command::new(env!("CARGO_BIN_EXE_mstar")).args(args).output().expect("it starts");
+    let (said, table) = (String::from_utf8_lossy(&output.stderr), String::from_utf8_lossy(&output.stdout));
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(
+        said.contains("mstar: --report: cannot write: No space") && table.contains("digest"),
+        "{said}{table}"
+    );
+}

@@ -44,7 +44,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     // An instruction set asked for in the environment and not there is refused before any work.
     if let Err(refused) = Isa::requested() {
-        eprintln!("mstar: {refused}");
+        text::say(refused);
         return Exit::Refused.into();
     }
     let outcome = match arguments.command {
@@ -59,7 +59,7 @@ fn main() -> ExitCode {
         Err(error) => {
             // A refused spec says one line for each fault; each is a line of ours.
             for line in format!("{error:#}").lines() {
-                eprintln!("mstar: {line}");
+                text::say(line);
             }
             Exit::Refused.into()
         }

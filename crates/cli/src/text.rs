@@ -1,5 +1,6 @@
 //! Plain text for a terminal of 80 columns, and quantities as people read them.
 
+use std::fmt::Display;
 use std::io::{self, Write};
 
 /// Columns that no line of output passes.
@@ -78,6 +79,13 @@ pub(crate) fn print(text: &str) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         other => other,
     }
+}
+
+/// Says one line on stderr, after the program's name. A stderr that takes nothing is no reason to stop: the exit code
+/// still tells how the command ended.
+pub(crate) fn say(line: impl Display) {
+    // One write, so that lines of several processes do not mix.
+    let _ = io::stderr().write_all(format!("mstar: {line}\n").as_bytes());
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! What was computed, written as safetensors under the cases' own names, so that another tool can judge it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Component, Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -10,7 +10,46 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
 use super::case::Case;
+use super::find::Found;
 use super::ops::{Computed, Outputs};
+
+/// Where the dump of the case called `label` goes.
+fn target(folder: &Path, label: &Path) -> PathBuf {
+    folder.join(label).with_extension("safetensors")
+}
+
+/// Checks, before anything is judged or written, that no two cases share a dump and no dump takes another case's place.
+/// The same file named twice is one case.
+///
+/// # Errors
+/// Both cases, and the file.
+pub(super) fn distinct(folder: &Path, cases: &[Found]) -> Result<()> {
+    let real = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let readable = || cases.iter().filter(|case| case.fault.is_none());
+    let inputs: BTreeMap<PathBuf, &Found> = readable().map(|case| (real(&case.path), case)).collect();
+    let mut taken: BTreeMap<PathBuf, &Found> = BTreeMap::new();
+    for case in readable() {
+        let target = target(folder, &case.label);
+        let path = real(&case.path);
+        if let Some(other) = inputs.get(&real(&target)).filter(|other| real(&other.path) != path) {
+            bail!(
+                "--dump: what {} computes would overwrite the case {}; name another folder",
+                case.path.display(),
+                other.path.display()
+            );
+        }
+        if let Some(other) = taken.get(&target).filter(|other| real(&other.path) != path) {
+            bail!(
+                "--dump: {} and {} would both be written to {}; judge them in two calls with a folder each",
+                other.path.display(),
+                case.path.display(),
+                target.display()
+            );
+        }
+        taken.insert(target, case);
+    }
+    Ok(())
+}
 
 /// Writes `outputs` to `folder/label` with the case's metadata and, as `mstar_case`, where the case lies.
 /// The file appears whole or not at all.
@@ -25,7 +64,7 @@ pub(super) fn write(
     if label.components().any(|part| !matches!(part, Component::Normal(_))) {
         bail!("{}: not a name to dump under", label.display());
     }
-    let target = folder.join(label).with_extension("safetensors");
+    let target = target(folder, label);
     if let (Ok(target), Ok(path)) = (target.canonicalize(), path.canonicalize())
         && target == path
     {

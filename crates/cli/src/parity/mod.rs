@@ -97,7 +97,11 @@ pub(crate) fn command(args: Arguments) -> Result<Exit> {
     let device = device.as_str();
     let mut reports = Vec::new();
     let mut table = report::Table::to_stdout(!args.json);
-    for found in find::find(&args.cases) {
+    let all = find::find(&args.cases);
+    if let Some(folder) = &args.dump {
+        dump::distinct(folder, &all)?;
+    }
+    for found in all {
         let report = judge::judge(&found, args.backend, args.dump.as_deref());
         table.add(&report)?;
         reports.push(report);
@@ -115,7 +119,7 @@ fn device(name: &str) -> Result<String> {
     let choice = DeviceChoice::parse(name).map_err(|why| anyhow!("--device: {why}"))?;
     let chosen = backends::choose(choice)?;
     if let Some(note) = chosen.note {
-        eprintln!("mstar: {note}");
+        text::say(note);
     }
     Ok(chosen.device.to_string())
 }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::compare::{Figures, Judgement};
 use super::judge::{Outcome, Report};
 use crate::exit::Exit;
-use crate::text::{COLUMNS, print, wrap};
+use crate::text::{COLUMNS, print, say, wrap};
 
 /// 2 when a case could not be judged, else 1 when one failed, else 0.
 pub(super) fn exit(reports: &[Report]) -> Exit {
@@ -41,10 +41,10 @@ impl Table {
     /// When stdout takes no more.
     pub(super) fn add(&mut self, report: &Report) -> io::Result<()> {
         if let Outcome::Unreadable(why) | Outcome::Unsupported(why) = &report.outcome {
-            eprintln!("mstar: {}: {why}", report.path.display());
+            say(format_args!("{}: {why}", report.path.display()));
         }
         for note in report.about.iter().flat_map(|about| &about.notes) {
-            eprintln!("mstar: note: {}: {note}", report.path.display());
+            say(format_args!("note: {}: {note}", report.path.display()));
         }
         if !self.on {
             return Ok(());

@@ -5,7 +5,7 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 
 use super::args::Arguments;
 use super::phases::Phases;
@@ -73,6 +73,8 @@ impl StepLine {
 pub(crate) struct Files {
     report: Option<BufWriter<File>>,
     csv: Option<csv::Writer<File>>,
+    /// Why the CSV was given up, told at the end: the run goes on without it.
+    csv_fault: Option<csv::Error>,
     plot: Option<(BufWriter<File>, Timeline)>,
 }
 
@@ -87,11 +89,16 @@ impl Files {
             let split = STEP_PHASES.iter().map(|phase| format!("{}_s", phase.replace(' ', "_")));
             csv.write_record(named.iter().map(|name| (*name).to_owned()).chain(split))?;
         }
-        Ok(Files { report, csv, plot: plot.map(|file| (BufWriter::new(file), Timeline::default())) })
+        Ok(Files {
+            report,
+            csv,
+            csv_fault: None,
+            plot: plot.map(|file| (BufWriter::new(file), Timeline::default())),
+        })
     }
 
-    /// Adds a step.
-    pub(crate) fn step(&mut self, line: &StepLine) -> anyhow::Result<()> {
+    /// Adds a step. A CSV that cannot be written is given up, and [`Files::finish`] says so.
+    pub(crate) fn step(&mut self, line: &StepLine) {
         if let Some(csv) = &mut self.csv {
             let fixed = [
                 line.step.to_string(),
@@ -104,26 +111,36 @@ impl Files {
                 format!("{:.9}", line.seconds),
             ];
             let split = line.phases.iter().map(|seconds| format!("{seconds:.9}"));
-            csv.write_record(fixed.into_iter().chain(split)).context("--csv: cannot write")?;
+            if let Err(why) = csv.write_record(fixed.into_iter().chain(split)) {
+                (self.csv, self.csv_fault) = (None, Some(why));
+            }
         }
         if let Some((_, timeline)) = &mut self.plot {
             timeline.add(line);
         }
-        Ok(())
     }
 
-    /// Writes what is written at the end.
-    pub(crate) fn finish(&mut self, report: &Report) -> anyhow::Result<()> {
+    /// Writes what is written at the end; each file, whatever became of the others.
+    ///
+    /// # Errors
+    /// One line for each file that could not be written.
+    pub(crate) fn finish(mut self, report: &Report) -> anyhow::Result<()> {
+        let mut faults = Vec::new();
         if let Some(file) = &mut self.report {
-            serde_json::to_writer_pretty(&mut *file, report).context("--report: cannot write")?;
-            writeln!(file).and_then(|()| file.flush()).context("--report: cannot write")?;
+            let written = serde_json::to_writer_pretty(&mut *file, report).map_err(std::io::Error::from);
+            let written = written.and_then(|()| writeln!(file)).and_then(|()| file.flush());
+            faults.extend(written.err().map(|why| format!("--report: cannot write: {why}")));
         }
-        if let Some(csv) = &mut self.csv {
-            csv.flush().context("--csv: cannot write")?;
-        }
+        let flushed = self.csv.as_mut().map_or(Ok(()), csv::Writer::flush).map_err(csv::Error::from);
+        let fault = self.csv_fault.or(flushed.err());
+        faults.extend(fault.map(|why| format!("--csv: cannot write: {why}")));
         if let Some((file, timeline)) = &mut self.plot {
             let drawn = timeline.svg(&report.name);
-            file.write_all(drawn.as_bytes()).and_then(|()| file.flush()).context("--plot: cannot write")?;
+            let written = file.write_all(drawn.as_bytes()).and_then(|()| file.flush());
+            faults.extend(written.err().map(|why| format!("--plot: cannot write: {why}")));
+        }
+        if !faults.is_empty() {
+            bail!("{}", faults.join("\n"));
         }
         Ok(())
     }

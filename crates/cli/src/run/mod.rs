@@ -8,7 +8,7 @@
 //! | [`model`], [`warm`], [`declare`], [`runtime`] | the engine of a spec; its buckets tried; steps for it; the scheduler's hands |
 //! | [`buffers`], [`forward`] | synthetic Q, K, V; one forward, layer after layer |
 //! | [`verify`], [`digest`], [`replay`] | rows against the oracle; outputs as a hash; hits against the log |
-//! | [`phases`], [`memory`], [`limit`], [`report`], [`files`], [`plot`] | costs, and how they are told |
+//! | [`phases`], [`memory`], [`limit`], [`report`], [`files`], [`paths`], [`plot`] | costs, and how they are told |
 
 mod args;
 pub(crate) mod buffers;
@@ -22,6 +22,7 @@ mod forward;
 pub(crate) mod limit;
 mod memory;
 mod model;
+mod paths;
 mod phases;
 mod plot;
 mod replay;
@@ -57,7 +58,7 @@ use self::runtime::Live;
 use self::scheduler::{Counts, Limits, Scheduler, Tick};
 use crate::exit::Exit;
 use crate::explain::{Prepared, prepare};
-use crate::text::{bytes, print};
+use crate::text::{bytes, print, say};
 
 /// Runs the subcommand.
 pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
@@ -73,30 +74,31 @@ pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
 fn run(args: &Arguments) -> anyhow::Result<Exit> {
     let prepared = prepare(&args.spec)?;
     prepared.refuse()?;
+    paths::distinct(args, &prepared.spec)?;
     // Opened before the work, so that a path that cannot be written is not found out after it.
     let mut files = Files::open(args)?;
     if !args.quiet {
         if let Some(note) = &prepared.note {
-            eprintln!("mstar: {note}");
+            say(note);
         }
         let estimate = &prepared.estimate;
-        eprintln!(
-            "mstar: memory: {} from the start, {} at most",
+        say(format_args!(
+            "memory: {} from the start, {} at most",
             foreseen(estimate.total()),
             foreseen(estimate.most())
-        );
+        ));
     }
     let report = drive(args, &prepared, &mut files)?;
-    files.finish(&report)?;
-    if !args.quiet {
-        print(&report.table())?;
+    // The run is over: whatever of the table and the files cannot be written, the others are.
+    let printed = if args.quiet { Ok(()) } else { print(&report.table()) };
+    let finished = files.finish(&report);
+    if !report.passed() {
+        let known = report.verify.first_failure.as_deref();
+        say(format_args!("a check failed: {}", known.unwrap_or("the prefix index disagrees with its log")));
     }
-    if report.passed() {
-        return Ok(Exit::Success);
-    }
-    let failure = report.verify.first_failure.as_deref().unwrap_or("the prefix index disagrees with its log");
-    eprintln!("mstar: a check failed: {failure}");
-    Ok(Exit::CheckFailed)
+    finished?;
+    printed.context("the table: cannot write to stdout")?;
+    Ok(if report.passed() { Exit::Success } else { Exit::CheckFailed })
 }
 
 fn foreseen(total: u128) -> String {
@@ -136,7 +138,7 @@ fn drive(args: &Arguments, prepared: &Prepared, files: &mut Files) -> anyhow::Re
                 let cost = live.last();
                 computed += cost.tokens as u64;
                 let line = StepLine::new(&scheduler, cost, clock.elapsed(), before, &phases);
-                files.step(&line)?;
+                files.step(&line);
                 bar.set_position((scheduler.counts().finished + scheduler.counts().refused) as u64);
                 bar.set_message(format!("step {}, {} active", scheduler.counts().steps, scheduler.active()));
             }

@@ -4,8 +4,10 @@ use anyhow::{Result, bail};
 
 /// An indptr starts at 0, never falls, and ends at `total`.
 pub(super) fn indptr(name: &str, values: &[i32], total: usize, of: &str) -> Result<()> {
-    if values.first() != Some(&0) {
-        bail!("{name}[0] = {:?}: an indptr starts at 0", values.first());
+    match values.first() {
+        Some(0) => {}
+        Some(first) => bail!("{name}[0] = {first}: an indptr starts at 0"),
+        None => bail!("{name} is empty: an indptr starts with a 0"),
     }
     if let Some(i) = (1..values.len()).find(|&i| values[i] < values[i - 1]) {
         bail!("{name}[{i}] = {}: below its predecessor {}", values[i], values[i - 1]);
