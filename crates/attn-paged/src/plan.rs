@@ -101,6 +101,13 @@ impl Plan {
             last_tokens: Vec::new(),
         };
         if let Some(capacity) = &options.capacity {
+            let largest = capacity.rows.max(capacity.tokens).max(capacity.pages);
+            if largest >= i32::MAX as usize {
+                let why =
+                    "index arrays are 32-bit: each of rows, tokens and pages stays below 2147483647".into();
+                let got = largest.to_string();
+                return Err(mstar_kernels::Error::Parameter { name: "capacity", why, got }.into());
+            }
             plan.work.reserve(capacity.rows + 1, capacity.pages);
             plan.last_tokens.reserve(capacity.rows);
         }

@@ -491,3 +491,24 @@ fn senseless_variants_and_geometries_are_refused() {
     refused(Geometry { page_size: 0, ..geometry }, plain(), "page_size");
     refused(Geometry { kv_dtype: DType::U8, ..geometry }, plain(), "kv_dtype");
 }
+
+/// A NaN that a query sees makes that query NaN: it must never look like one that sees nothing.
+#[test]
+fn f39_a_nan_query_is_nan_and_leaves_the_others_alone() {
+    fn case<T: Number>(q_len: usize) {
+        let shape = Shape { h: 2, g: 1, d: 32, dv: 32, s: 16 };
+        let clean = Batch::<T>::of(shape, Variant::causal(32), &[row(q_len, 700)]);
+        let mut hurt = clean.clone();
+        hurt.q[3] = T::of(f32::NAN); // the first token's first head
+        let (want, got) = (clean.run(), hurt.run());
+        assert!(got.lse[0].is_nan() && got.o[..32].iter().all(|x| x.to_f64().is_nan()));
+        assert_eq!(got.lse[1..], want.lse[1..]);
+        assert!(got.o[32..].iter().zip(&want.o[32..]).all(|(a, b)| a.bits() == b.bits()));
+    }
+    on_every_isa(|| {
+        for q_len in [1, 2, 40] {
+            case::<f32>(q_len);
+            case::<bf16>(q_len);
+        }
+    });
+}

@@ -191,3 +191,22 @@ fn the_last_hidden_state_of_each_row_is_picked() {
     let to = TensorMut::from_slice(&mut out[..15], &[3, 5]).unwrap();
     assert!(select_last_hidden(&plan, &Stream::cpu(), view, to).is_err());
 }
+
+#[test]
+fn any_number_of_workers_and_any_capacity_is_bounded_or_refused() {
+    let batch = batch(&[(1, 40), (40, 90)]);
+    let want =
+        batch.run_plan(&batch.plan(&PlanOptions::default()), &mut Workspace::with_bytes(1 << 22).unwrap());
+    for workers in [1, 7, 1000, 1 << 20, 1 << 58, 1 << 61, usize::MAX] {
+        let plan = batch.plan(&PlanOptions { workers, ..PlanOptions::default() });
+        assert!(plan.workspace_bytes() > 1 << 12, "{workers}: {}", plan.workspace_bytes());
+        let mut workspace = Workspace::for_plan(&plan).unwrap();
+        same_bits(&want, &batch.run_plan(&plan, &mut workspace), "workers");
+    }
+    for capacity in [usize::MAX, i32::MAX as usize] {
+        let capacity = Some(Capacity { rows: capacity, tokens: 200, pages: 200 });
+        let options = PlanOptions { capacity, ..PlanOptions::default() };
+        let made = batch.with_table(|table| Plan::new(&batch.geometry(), &batch.variant, table, &options));
+        assert!(made.unwrap_err().to_string().contains("capacity"));
+    }
+}

@@ -33,7 +33,7 @@ pub struct AttendParams<'a> {
 
 /// Bytes that [`attend`] needs for a list with up to `workers` threads, wherever the workspace starts.
 pub fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
-    crate::cpu::paged::workspace_bytes(work, workers) + 63
+    crate::cpu::paged::workspace_bytes(work, workers).saturating_add(63)
 }
 
 /// Attends one layer. Allocates nothing, and writes nothing when it refuses.

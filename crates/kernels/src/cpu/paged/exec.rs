@@ -20,9 +20,13 @@ fn scratch_bytes(work: &WorkList) -> usize {
     decode::scratch_bytes(work).max(tile_item::scratch_bytes(work)).next_multiple_of(64)
 }
 
-/// Bytes that [`run`] needs with up to `workers` workers.
+/// Workers that take part at most, whatever a plan says: a workspace has a scratch for each.
+pub(crate) const MAX_WORKERS: usize = 1024;
+
+/// Bytes that [`run`] needs with up to `workers` workers; [`usize::MAX`], which no workspace has, past that.
 pub(crate) fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
-    arena_bytes::<f32>(work.partial_len as usize) + workers.max(1) * scratch_bytes(work)
+    let scratch = workers.clamp(1, MAX_WORKERS).saturating_mul(scratch_bytes(work));
+    arena_bytes::<f32>(work.partial_len as usize).saturating_add(scratch)
 }
 
 /// The workspace, cut into partial states and one scratch a worker.
@@ -49,7 +53,7 @@ pub(crate) fn run(call: &Call<'_>, workspace: &mut [u8], workers: usize) {
     let memory = Memory { partials: base.cast(), scratch: base.wrapping_add(partials), scratch_bytes };
     let width = (call.geometry.head_dim_qk + call.geometry.head_dim_vo) as u64;
     let serial = work.total_cost.saturating_mul(width) < SERIAL_WORK;
-    let workers = if serial { 1 } else { workers.max(1) };
+    let workers = if serial { 1 } else { workers.clamp(1, MAX_WORKERS) };
     each(workers, work.items.len(), &|worker, index| {
         // SAFETY: `worker` is below `workers`, for which the workspace has room; a worker runs one item at a time.
         let scratch = unsafe {

@@ -46,7 +46,8 @@ pub(crate) unsafe fn write(call: &Call<'_>, row: &Row, q_begin: u32, kv_head: us
 /// What the weighted sum is multiplied by, and the natural log-sum-exp.
 fn root(m: f32, l: f32, unit: f64, sink: Option<f64>) -> (f32, f32) {
     if m == f32::NEG_INFINITY {
-        return (0.0, f32::NEG_INFINITY);
+        // Nothing was seen, unless what was seen is NaN.
+        return if l.is_nan() { (f32::NAN, f32::NAN) } else { (0.0, f32::NEG_INFINITY) };
     }
     let (m, l) = (f64::from(m) * unit, f64::from(l));
     match sink {

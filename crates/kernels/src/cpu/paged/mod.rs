@@ -20,5 +20,5 @@ mod tile_item;
 
 pub(crate) use call::{Call, Out};
 pub(crate) use decode::TILE;
-pub(crate) use exec::{run, workspace_bytes};
+pub(crate) use exec::{MAX_WORKERS, run, workspace_bytes};
 pub(crate) use state::state_len;

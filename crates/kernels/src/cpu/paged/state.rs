@@ -89,12 +89,13 @@ impl<'a> State<'a> {
         let stride = self.acc.len() / lanes;
         for lane in 0..lanes {
             let (ma, mb) = (self.m[lane], right.m[lane]);
-            if mb == f32::NEG_INFINITY {
+            // Empty states are identities; one whose sum is NaN is not empty.
+            if mb == f32::NEG_INFINITY && !right.l[lane].is_nan() {
                 continue;
             }
             let span = lane * stride..(lane + 1) * stride;
             let (acc, other) = (&mut self.acc[span.clone()], &right.acc[span]);
-            if ma == f32::NEG_INFINITY {
+            if ma == f32::NEG_INFINITY && !self.l[lane].is_nan() {
                 (self.m[lane], self.l[lane]) = (mb, right.l[lane]);
                 acc.copy_from_slice(other);
                 continue;

@@ -12,7 +12,7 @@ use half::{bf16, f16};
 use crate::DType;
 
 use super::body::{Ahead, Body, Scores, ScoresFn, TILE, Transform, Values, ValuesFn};
-use super::generic::{EXP2, TANH_LIMIT, TANH_P, TANH_Q};
+use super::generic::{EXP2, TANH_LIMIT, TANH_P, TANH_Q, undefined};
 
 /// Elements that load as sixteen f32.
 trait Load: Copy + 'static {
@@ -428,6 +428,9 @@ unsafe fn softmax(scores: &mut [f32; TILE], seen: u64, m: &mut f32, l: &mut f32,
     let top = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3])));
     let before = *m;
     let now = if top > before { top } else { before };
+    if (0..4).any(|i| _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(s[i], s[i]) != 0) {
+        return undefined(scores, m, l, now);
+    }
     if now == f32::NEG_INFINITY {
         scores.fill(0.0);
         return 1.0;

@@ -174,12 +174,17 @@ fn transform<const FMA: bool>(scores: &mut [f32; TILE], by: &Transform) {
 #[inline(always)]
 fn softmax<const FMA: bool>(scores: &mut [f32; TILE], seen: u64, m: &mut f32, l: &mut f32, c: f32) -> f32 {
     let mut top = f32::NEG_INFINITY;
+    let mut nan = false;
     for (key, &score) in scores.iter().enumerate() {
         let seen = seen >> key & 1 != 0;
         top = if seen && score > top { score } else { top };
+        nan |= seen & score.is_nan();
     }
     let before = *m;
     let now = if top > before { top } else { before };
+    if nan {
+        return undefined(scores, m, l, now);
+    }
     if now == f32::NEG_INFINITY {
         scores.fill(0.0);
         return 1.0;
@@ -195,6 +200,14 @@ fn softmax<const FMA: bool>(scores: &mut [f32; TILE], seen: u64, m: &mut f32, l:
     *m = now;
     *l = mul_add::<FMA>(*l, alpha, fold(sums));
     alpha
+}
+
+/// A seen score is NaN: so is the row, and it must not look like one that sees nothing.
+#[inline(always)]
+pub(super) fn undefined(scores: &mut [f32; TILE], m: &mut f32, l: &mut f32, now: f32) -> f32 {
+    scores.fill(0.0);
+    (*m, *l) = (if now == f32::NEG_INFINITY { 0.0 } else { now }, f32::NAN);
+    1.0
 }
 
 #[inline(always)]

@@ -120,6 +120,11 @@ unsafe fn multiply<
     acc
 }
 
+/// Words of a head's width that are summed in one chain: all of them up to 128, else 64 at a time.
+const fn span_words(key_words: usize) -> usize {
+    if key_words <= 128 { key_words } else { 64 }
+}
+
 /// The scores of `MR` rows against `NV` vectors of keys of one panel.
 ///
 /// # Safety
@@ -136,7 +141,18 @@ unsafe fn scores<S: Simd, P: Product<S>, const MB: usize, const MR: usize, const
     unsafe {
         let keys = block.keys.add(panel * panel_words);
         let zero = [[s.splat(0.0); NV]; MR];
-        let acc = multiply::<S, P, MR, NV, 1, MB>(s, block.key_words, block.q, keys, zero);
+        // Wide heads are summed in spans, so that the error of a score does not grow with the width.
+        let span = span_words(block.key_words);
+        let mut acc = multiply::<S, P, MR, NV, 1, MB>(s, span, block.q, keys, zero);
+        for at in (span..block.key_words).step_by(span.max(1)) {
+            let (words, q) = ((block.key_words - at).min(span), block.q.add(at * MB));
+            let more = multiply::<S, P, MR, NV, 1, MB>(s, words, q, keys.add(at * width), zero);
+            for r in 0..MR {
+                for v in 0..NV {
+                    acc[r][v] = s.add(acc[r][v], more[r][v]);
+                }
+            }
+        }
         for r in 0..MR {
             for v in 0..NV {
                 s.store(block.scores.add(r * KEY_TILE + panel * width + v * S::LANES), acc[r][v]);

@@ -110,6 +110,14 @@ fn vectors<S: Simd>(bits: u128) -> (usize, usize) {
     (first / S::LANES, last / S::LANES + 1)
 }
 
+/// `x * scale + offset`, where `offset` is the negated largest product. Weights that are kept in f32 take the
+/// product unrounded: what the largest one was rounded by is common to all and divides out. Weights that are
+/// rounded to bf16 round the product first, so that the largest weight is 1 and stays it.
+#[inline(always)]
+fn exponent<S: Simd, P: Product<S>>(s: S, x: S::F, scale: S::F, offset: S::F) -> S::F {
+    if P::PER_WORD == 1 { s.mul_add(x, scale, offset) } else { s.add(s.mul(x, scale), offset) }
+}
+
 /// Turns the block's scores into weights, brings `m` and `l` up to date, and returns by how much each row's
 /// former values shrink. Weights are written at the vectors `union` reaches, 0 where a row does not see.
 ///
@@ -178,7 +186,7 @@ pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u
                 for j in (0..KEY_TILE / S::LANES).step_by(AT_ONCE) {
                     let mut x = [none; AT_ONCE];
                     for i in 0..AT_ONCE {
-                        x[i] = s.mul_add(s.load(row.add((j + i) * S::LANES)), scale, offset);
+                        x[i] = exponent::<S, P>(s, s.load(row.add((j + i) * S::LANES)), scale, offset);
                     }
                     let p = exp2_each(s, x);
                     for i in 0..AT_ONCE {
@@ -191,7 +199,7 @@ pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u
                     let bits = bits_of(visible, j);
                     let mut p = none;
                     if bits != 0 {
-                        let x = s.mul_add(s.load(row.add(j * S::LANES)), scale, offset);
+                        let x = exponent::<S, P>(s, s.load(row.add(j * S::LANES)), scale, offset);
                         p = s.select(bits, exp2(s, x), none);
                         sum = s.add(sum, p);
                     }
