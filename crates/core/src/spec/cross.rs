@@ -40,6 +40,11 @@ pub(super) fn check(spec: &Spec, root: &Node, faults: &Faults) {
             faults.push(at(&["resources", cache, "retention"]).error(why));
         }
     }
+    for (name, kv) in spec.caches().filter(|(_, kv)| kv.config.dtype != spec.dtype) {
+        let (has, step) = (kv.config.dtype, spec.dtype);
+        let why = format!("{has}, and a step's keys and values are {step}; write {step}, or change dtype");
+        faults.push(at(&["resources", name.as_str(), "dtype"]).error(why));
+    }
     for resource in &spec.resources {
         if let ResourceKind::Dsa(dsa) = &resource.kind
             && !cache_is(spec, &dsa.kv_cache, |layout| matches!(layout, KvLayout::Mla { .. }))

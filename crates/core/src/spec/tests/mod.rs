@@ -436,6 +436,16 @@ fn retention_reaches_as_far_as_the_window() {
 }
 
 #[test]
+fn a_cache_holds_what_a_step_writes() {
+    check(
+        "    page_size: 16",
+        "    page_size: 16\n    dtype: f16",
+        "s.yaml:18:12: resources.kv.dtype: f16, and a step's keys and values are bf16; write bf16, or change dtype",
+    );
+    accept("    page_size: 16", "    page_size: 16\n    dtype: bf16");
+}
+
+#[test]
 fn cross_attention_and_the_prefix_index_exclude_one_another() {
     let text = GOOD
         .replace("backend: paged", "backend: cross")
