@@ -15,11 +15,10 @@
 //! reset or a moved page invalidates it, a commit that only lengthens the stream does not. A step declares ordinary
 //! spans with `commit: false`, so a spec may name `paged` here and nothing else changes.
 //!
-//! This crate holds the options and the factory. Its kernels are not built: [`DenseFactory`] refuses every
-//! geometry and says so.
+//! This crate holds the options. Its kernels are not built: [`DENSE`] refuses every geometry and says so.
 
 #![forbid(unsafe_code)]
 
 mod factory;
 
-pub use factory::{DenseFactory, DenseOptions, PrefixSource};
+pub use factory::{DENSE, DenseOptions, PrefixSource};

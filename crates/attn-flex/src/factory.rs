@@ -1,11 +1,7 @@
-//! The options a spec may give this backend, and the factory that the program registers.
+//! The options a spec may give this backend, and the reason why it is not built.
 
-use std::sync::Arc;
-
-use mstar_core::attend::{AttnGeometry, BackendFactory, BackendOptions, BuildContext, Rank, Reason};
+use mstar_core::attend::Unbuilt;
 use mstar_core::spec::{Faults, Fields, Node, Section};
-use mstar_core::{Attention, Result};
-use mstar_kernels::{Device, Error};
 
 /// Why nothing is built.
 const WHY: &str = "the block-mask kernels are not built yet, nor is the ring cache";
@@ -72,58 +68,23 @@ impl FlexOptions {
     }
 }
 
-impl BackendOptions for FlexOptions {
-    fn build(&self, cx: &BuildContext) -> Result<Arc<dyn Attention>> {
-        let unsupported = Error::Unsupported { operation: "flex", device: cx.device, why: WHY.into() };
-        Err(mstar_core::Error::backend(cx.name.as_str(), unsupported))
-    }
-}
-
-/// The backend `flex`.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct FlexFactory;
-
-impl BackendFactory for FlexFactory {
-    fn name(&self) -> &'static str {
-        "flex"
-    }
-
-    fn about(&self) -> &'static str {
-        "block masks and score mods over a ring cache"
-    }
-
-    fn parse(&self, options: &Node, faults: &Faults) -> Option<Box<dyn BackendOptions>> {
-        FlexOptions::read(options, faults).map(|options| Box::new(options) as Box<dyn BackendOptions>)
-    }
-
-    fn supports(&self, _: Device, _: &AttnGeometry) -> Result<Rank, Reason> {
-        Err(WHY.into())
-    }
-}
+/// The backend `flex`, which refuses every geometry: it is not built.
+pub const FLEX: Unbuilt<FlexOptions> = Unbuilt {
+    name: "flex",
+    about: "block masks and score mods over a ring cache",
+    aliases: &[],
+    auto: true,
+    why: WHY,
+    read: FlexOptions::read,
+};
 
 #[cfg(test)]
 mod tests {
-    use mstar_core::attend::Softmax;
-    use mstar_core::kv::KvLayout;
-    use mstar_core::spec::{Entry, Place, Scalar, Value};
-    use mstar_kernels::DType;
-
     use super::*;
-
-    fn node(pairs: &[(&str, &str)]) -> Node {
-        let scalar = |text: &str| {
-            Node::new(Place::default(), Value::Scalar(Scalar { text: text.into(), quoted: false }))
-        };
-        let entries = pairs
-            .iter()
-            .map(|(key, text)| Entry { key: (*key).into(), place: Place::default(), value: scalar(text) })
-            .collect();
-        Node::new(Place::default(), Value::Map(entries)).rooted("resources.attn")
-    }
 
     fn read(pairs: &[(&str, &str)]) -> Result<FlexOptions, String> {
         let faults = Faults::new();
-        let options = FlexOptions::read(&node(pairs), &faults);
+        let options = FlexOptions::read(&Node::flat("resources.attn", pairs), &faults);
         faults.settle("spec.yaml").map_err(|errors| errors.to_string())?;
         Ok(options.expect("no fault was found"))
     }
@@ -138,20 +99,5 @@ mod tests {
         assert_eq!(other.kernel_options.block_kv, 64);
         assert!(read(&[("block_kv", "96")]).unwrap_err().contains("a divisor of 128"));
         assert!(read(&[("score_mood", "none")]).unwrap_err().contains("score_mod"));
-    }
-
-    #[test]
-    fn every_geometry_is_refused_with_the_reason() {
-        let geometry = AttnGeometry {
-            num_qo_heads: 16,
-            layout: KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 },
-            page_size: 64,
-            dtype: DType::Bf16,
-            kv_dtype: DType::Bf16,
-            num_layers: 1,
-            softmax: Softmax::scaled(1.0),
-        };
-        let reason = FlexFactory.supports(Device::Cpu, &geometry).unwrap_err();
-        assert!(reason.0.contains("not built"), "{reason}");
     }
 }

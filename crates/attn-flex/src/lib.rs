@@ -15,11 +15,10 @@
 //! every query, and no block is partial. Leaves of the sum are counted by *visible* block, so attending a ring is
 //! bit-identical to attending its visible keys laid side by side.
 //!
-//! This crate holds the options and the factory. Its kernels are not built: [`FlexFactory`] refuses every
-//! geometry and says so.
+//! This crate holds the options. Its kernels are not built: [`FLEX`] refuses every geometry and says so.
 
 #![forbid(unsafe_code)]
 
 mod factory;
 
-pub use factory::{FlexFactory, FlexOptions, KernelOptions, MaskMod, ScoreMod};
+pub use factory::{FLEX, FlexOptions, KernelOptions, MaskMod, ScoreMod};

@@ -1,11 +1,7 @@
-//! The options a spec may give this backend, and the factory that the program registers.
+//! The options a spec may give this backend, and the reason why it is not built.
 
-use std::sync::Arc;
-
-use mstar_core::attend::{AttnGeometry, BackendFactory, BackendOptions, BuildContext, Rank, Reason};
+use mstar_core::attend::Unbuilt;
 use mstar_core::spec::{Faults, Fields, Node, Section};
-use mstar_core::{Attention, Result};
-use mstar_kernels::{Device, Error};
 
 /// Why nothing is built.
 const WHY: &str =
@@ -30,62 +26,23 @@ impl MlaOptions {
     }
 }
 
-impl BackendOptions for MlaOptions {
-    fn build(&self, cx: &BuildContext) -> Result<Arc<dyn Attention>> {
-        let unsupported = Error::Unsupported { operation: "mla", device: cx.device, why: WHY.into() };
-        Err(mstar_core::Error::backend(cx.name.as_str(), unsupported))
-    }
-}
-
-/// The backend `mla`.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct MlaFactory;
-
-impl BackendFactory for MlaFactory {
-    fn name(&self) -> &'static str {
-        "mla"
-    }
-
-    fn about(&self) -> &'static str {
-        "absorbed multi-head latent attention over paged latents"
-    }
-
-    fn aliases(&self) -> &'static [&'static str] {
-        &["flashinfer_mla"]
-    }
-
-    fn parse(&self, options: &Node, faults: &Faults) -> Option<Box<dyn BackendOptions>> {
-        MlaOptions::read(options, faults).map(|options| Box::new(options) as Box<dyn BackendOptions>)
-    }
-
-    fn supports(&self, _: Device, _: &AttnGeometry) -> Result<Rank, Reason> {
-        Err(WHY.into())
-    }
-}
+/// The backend `mla`, which refuses every geometry: it is not built.
+pub const MLA: Unbuilt<MlaOptions> = Unbuilt {
+    name: "mla",
+    about: "absorbed multi-head latent attention over paged latents",
+    aliases: &["flashinfer_mla"],
+    auto: true,
+    why: WHY,
+    read: MlaOptions::read,
+};
 
 #[cfg(test)]
 mod tests {
-    use mstar_core::attend::Softmax;
-    use mstar_core::kv::KvLayout;
-    use mstar_core::spec::{Entry, Place, Scalar, Value};
-    use mstar_kernels::DType;
-
     use super::*;
-
-    fn node(pairs: &[(&str, &str)]) -> Node {
-        let scalar = |text: &str| {
-            Node::new(Place::default(), Value::Scalar(Scalar { text: text.into(), quoted: false }))
-        };
-        let entries = pairs
-            .iter()
-            .map(|(key, text)| Entry { key: (*key).into(), place: Place::default(), value: scalar(text) })
-            .collect();
-        Node::new(Place::default(), Value::Map(entries)).rooted("resources.attn")
-    }
 
     fn read(pairs: &[(&str, &str)]) -> Result<MlaOptions, String> {
         let faults = Faults::new();
-        let options = MlaOptions::read(&node(pairs), &faults);
+        let options = MlaOptions::read(&Node::flat("resources.attn", pairs), &faults);
         faults.settle("spec.yaml").map_err(|errors| errors.to_string())?;
         Ok(options.expect("no fault was found"))
     }
@@ -94,21 +51,6 @@ mod tests {
     fn options_are_typed_and_unknown_keys_refused() {
         assert_eq!(read(&[]), Ok(MlaOptions {}));
         assert!(read(&[("causal", "true")]).unwrap_err().contains("resources.attn.causal"));
-    }
-
-    #[test]
-    fn every_geometry_is_refused_with_the_reason() {
-        let geometry = AttnGeometry {
-            num_qo_heads: 16,
-            layout: KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 },
-            page_size: 64,
-            dtype: DType::Bf16,
-            kv_dtype: DType::Bf16,
-            num_layers: 1,
-            softmax: Softmax::scaled(1.0),
-        };
-        let reason = MlaFactory.supports(Device::Cpu, &geometry).unwrap_err();
-        assert!(reason.0.contains("not built"), "{reason}");
     }
 
     #[test]

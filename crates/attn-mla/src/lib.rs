@@ -21,11 +21,10 @@
 //! A *context-only* plan attends what was stored before the step and none of the step's own entries; `kv_len_buf` then
 //! says where those begin.
 //!
-//! This crate holds the options and the factory. Its kernels are not built: [`MlaFactory`] refuses every
-//! geometry and says so.
+//! This crate holds the options. Its kernels are not built: [`MLA`] refuses every geometry and says so.
 
 #![forbid(unsafe_code)]
 
 mod factory;
 
-pub use factory::{MlaFactory, MlaOptions, mla_supports};
+pub use factory::{MLA, MlaOptions, mla_supports};

@@ -1,11 +1,7 @@
-//! The options a spec may give this backend, and the factory that the program registers.
+//! The options a spec may give this backend, and the reason why it is not built.
 
-use std::sync::Arc;
-
-use mstar_core::attend::{AttnGeometry, BackendFactory, BackendOptions, BuildContext, Rank, Reason};
+use mstar_core::attend::Unbuilt;
 use mstar_core::spec::{Faults, Fields, Node, Section};
-use mstar_core::{Attention, Result};
-use mstar_kernels::{Device, Error};
 
 /// Why nothing is built.
 const WHY: &str = "the indexer, the selection and sparse attention are not built yet";
@@ -53,62 +49,23 @@ impl DsaOptions {
     }
 }
 
-impl BackendOptions for DsaOptions {
-    fn build(&self, cx: &BuildContext) -> Result<Arc<dyn Attention>> {
-        let unsupported = Error::Unsupported { operation: "dsa", device: cx.device, why: WHY.into() };
-        Err(mstar_core::Error::backend(cx.name.as_str(), unsupported))
-    }
-}
-
-/// The backend `dsa`.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DsaFactory;
-
-impl BackendFactory for DsaFactory {
-    fn name(&self) -> &'static str {
-        "dsa"
-    }
-
-    fn about(&self) -> &'static str {
-        "sparse attention: an indexer picks topk keys, absorbed MLA attends them"
-    }
-
-    fn auto(&self) -> bool {
-        false
-    }
-
-    fn parse(&self, options: &Node, faults: &Faults) -> Option<Box<dyn BackendOptions>> {
-        DsaOptions::read(options, faults).map(|options| Box::new(options) as Box<dyn BackendOptions>)
-    }
-
-    fn supports(&self, _: Device, _: &AttnGeometry) -> Result<Rank, Reason> {
-        Err(WHY.into())
-    }
-}
+/// The backend `dsa`, which refuses every geometry: it is not built.
+pub const DSA: Unbuilt<DsaOptions> = Unbuilt {
+    name: "dsa",
+    about: "sparse attention: an indexer picks topk keys, absorbed MLA attends them",
+    aliases: &[],
+    auto: false,
+    why: WHY,
+    read: DsaOptions::read,
+};
 
 #[cfg(test)]
 mod tests {
-    use mstar_core::attend::Softmax;
-    use mstar_core::kv::KvLayout;
-    use mstar_core::spec::{Entry, Place, Scalar, Value};
-    use mstar_kernels::DType;
-
     use super::*;
-
-    fn node(pairs: &[(&str, &str)]) -> Node {
-        let scalar = |text: &str| {
-            Node::new(Place::default(), Value::Scalar(Scalar { text: text.into(), quoted: false }))
-        };
-        let entries = pairs
-            .iter()
-            .map(|(key, text)| Entry { key: (*key).into(), place: Place::default(), value: scalar(text) })
-            .collect();
-        Node::new(Place::default(), Value::Map(entries)).rooted("resources.attn")
-    }
 
     fn read(pairs: &[(&str, &str)]) -> Result<DsaOptions, String> {
         let faults = Faults::new();
-        let options = DsaOptions::read(&node(pairs), &faults);
+        let options = DsaOptions::read(&Node::flat("resources.attn", pairs), &faults);
         faults.settle("spec.yaml").map_err(|errors| errors.to_string())?;
         Ok(options.expect("no fault was found"))
     }
@@ -121,20 +78,5 @@ mod tests {
         assert_eq!(options.full_layers, None);
         assert!(read(&given[1..]).unwrap_err().contains("resources.attn.index_n_heads"));
         assert!(read(&[given[0], given[1], given[2], ("topk", "1")]).is_err());
-    }
-
-    #[test]
-    fn every_geometry_is_refused_with_the_reason() {
-        let geometry = AttnGeometry {
-            num_qo_heads: 16,
-            layout: KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 },
-            page_size: 64,
-            dtype: DType::Bf16,
-            kv_dtype: DType::Bf16,
-            num_layers: 1,
-            softmax: Softmax::scaled(1.0),
-        };
-        let reason = DsaFactory.supports(Device::Cpu, &geometry).unwrap_err();
-        assert!(reason.0.contains("not built"), "{reason}");
     }
 }

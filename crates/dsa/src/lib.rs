@@ -15,11 +15,10 @@
 //! so a neighbour that crosses `topk` changes none of its bits. Index keys lie in a plane of the latent cache's pages,
 //! under the same table, forks, eviction and offload.
 //!
-//! This crate holds the options and the factory. Its kernels are not built: [`DsaFactory`] refuses every
-//! geometry and says so.
+//! This crate holds the options. Its kernels are not built: [`DSA`] refuses every geometry and says so.
 
 #![forbid(unsafe_code)]
 
 mod factory;
 
-pub use factory::{DsaFactory, DsaOptions};
+pub use factory::{DSA, DsaOptions};

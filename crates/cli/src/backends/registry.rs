@@ -14,19 +14,19 @@ pub(crate) fn registry() -> Backends {
     #[cfg(not(feature = "paged"))]
     backends.absent("paged", "paged", &["flashinfer"]).absent("cross", "paged", &[]);
     #[cfg(feature = "mla")]
-    backends.register(Arc::new(mstar_attn_mla::MlaFactory));
+    backends.register(Arc::new(mstar_attn_mla::MLA));
     #[cfg(not(feature = "mla"))]
     backends.absent("mla", "mla", &["flashinfer_mla"]);
     #[cfg(feature = "dense")]
-    backends.register(Arc::new(mstar_attn_dense::DenseFactory));
+    backends.register(Arc::new(mstar_attn_dense::DENSE));
     #[cfg(not(feature = "dense"))]
     backends.absent("dense", "dense", &[]);
     #[cfg(feature = "flex")]
-    backends.register(Arc::new(mstar_attn_flex::FlexFactory));
+    backends.register(Arc::new(mstar_attn_flex::FLEX));
     #[cfg(not(feature = "flex"))]
     backends.absent("flex", "flex", &[]);
     #[cfg(feature = "dsa")]
-    backends.register(Arc::new(mstar_dsa::DsaFactory));
+    backends.register(Arc::new(mstar_dsa::DSA));
     #[cfg(not(feature = "dsa"))]
     backends.absent("dsa", "dsa", &[]);
     backends

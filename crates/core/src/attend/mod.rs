@@ -7,6 +7,7 @@ mod backend;
 mod forward;
 mod index_buf;
 mod observe;
+mod unbuilt;
 
 use mstar_kernels::{TensorMut, TensorRef};
 
@@ -18,6 +19,7 @@ pub use self::forward::Forward;
 pub use self::index_buf::IndexBuf;
 pub(crate) use self::observe::Timer;
 pub use self::observe::{Event, Observer, Phase, Work};
+pub use self::unbuilt::Unbuilt;
 
 use crate::kv::{KvEntries, PagedKv};
 use crate::{Error, PlanId, Resource, Result};

@@ -89,6 +89,19 @@ impl Node {
         Node::new(place, Value::Map(Vec::new())).rooted(path)
     }
 
+    /// A map of plain scalars at `path`, as from a command line: options that a program writes itself.
+    pub fn flat(path: &str, pairs: &[(&str, &str)]) -> Node {
+        let scalar = |text: &str| {
+            Node::new(Place::default(), Value::Scalar(Scalar { text: text.into(), quoted: false }))
+        };
+        let entry = |(key, text): &(&str, &str)| Entry {
+            key: (*key).into(),
+            place: Place::default(),
+            value: scalar(text),
+        };
+        Node::new(Place::default(), Value::Map(pairs.iter().map(entry).collect())).rooted(path)
+    }
+
     /// The key path, such as `resources.kv.page_size`; empty at the root.
     pub fn path(&self) -> &str {
         &self.path
