@@ -5,10 +5,13 @@
 //! | [`address`] | where a token lies in a paged cache |
 //! | [`isa`] | which instructions this machine has, and which the kernels shall use |
 //! | `paged` | paged attention |
+//! | `arena`, `workers` | scratch cut from a workspace; numbered work shared among threads |
 //! | [`peak`] | how fast a thread multiplies and adds |
 //! | [`scatter`], [`gather`], [`copy`] | appending to pages, reading them back, copying them |
 
 pub mod address;
+#[cfg(any(feature = "paged", feature = "mla"))]
+pub(crate) mod arena;
 pub mod copy;
 pub mod gather;
 pub mod isa;
@@ -17,5 +20,7 @@ pub(crate) mod paged;
 pub mod peak;
 pub mod scatter;
 pub(crate) mod tokens;
+#[cfg(any(feature = "paged", feature = "mla"))]
+pub(crate) mod workers;
 
 pub use isa::Isa;

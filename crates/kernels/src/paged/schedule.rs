@@ -189,7 +189,7 @@ impl Scheduler<'_> {
             leaf_total += u64::from((b - a).max(1));
         }
         self.list.total_cost = total;
-        let workers = self.options.workers.clamp(1, crate::cpu::paged::MAX_WORKERS) as u64;
+        let workers = self.options.workers.clamp(1, crate::cpu::workers::MAX_WORKERS) as u64;
         let target = (total / (workers * ITEMS_PER_WORKER)).max(MIN_ITEM_COST);
         // Heads are taken together, so that pages are read as they lie, unless leaves alone cannot feed the workers.
         let width = self.geometry.head_dim_qk + self.geometry.head_dim_vo;

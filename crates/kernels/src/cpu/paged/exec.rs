@@ -3,12 +3,11 @@
 //! Items are taken from a shared counter, largest first; a barrier; then merges. Which worker runs an item
 //! never shows in a result. Nothing is allocated: a worker's scratch is cut from the workspace.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-use super::arena::{Arena, arena_bytes};
 use super::call::Call;
 use super::state::{State, Tree, state_len};
 use super::{decode, finish, tile_item};
+use crate::cpu::arena::{Arena, arena_bytes};
+use crate::cpu::workers::{MAX_WORKERS, each};
 use crate::paged::Family;
 use crate::work::{Item, Merge, WorkList};
 
@@ -19,9 +18,6 @@ const SERIAL_WORK: u64 = 1 << 18;
 fn scratch_bytes(work: &WorkList) -> usize {
     decode::scratch_bytes(work).max(tile_item::scratch_bytes(work)).next_multiple_of(64)
 }
-
-/// Workers that take part at most, whatever a plan says: a workspace has a scratch for each.
-pub(crate) const MAX_WORKERS: usize = 1024;
 
 /// Bytes that [`run`] needs with up to `workers` workers; [`usize::MAX`], which no workspace has, past that.
 pub(crate) fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
@@ -63,31 +59,6 @@ pub(crate) fn run(call: &Call<'_>, workspace: &mut [u8], workers: usize) {
         item(call, &work.items[index], &memory, scratch);
     });
     each(workers, work.merges.len(), &|_, index| merge(call, &work.merges[index], &memory));
-}
-
-/// Calls `work(worker, index)` once for each index below `count`, from up to `workers` threads.
-fn each(workers: usize, count: usize, work: &(impl Fn(usize, usize) + Sync)) {
-    let next = AtomicUsize::new(0);
-    fan_out(0, workers.min(count), &|worker| {
-        loop {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            if index >= count {
-                return;
-            }
-            work(worker, index);
-        }
-    });
-}
-
-fn fan_out(from: usize, to: usize, work: &(impl Fn(usize) + Sync)) {
-    match to - from {
-        0 => {}
-        1 => work(from),
-        n => {
-            let middle = from + n / 2;
-            rayon::join(|| fan_out(from, middle, work), || fan_out(middle, to, work));
-        }
-    }
 }
 
 /// The partial state that starts at `partial`, for one key head.

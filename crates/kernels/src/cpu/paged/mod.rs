@@ -9,7 +9,6 @@
 //! | `state` | unfinished softmax states, and the fixed tree that joins them |
 //! | `finish` | the root: sink, division, rounding |
 
-mod arena;
 mod call;
 mod decode;
 mod exec;
@@ -20,5 +19,5 @@ mod tile_item;
 
 pub(crate) use call::{Call, Out};
 pub(crate) use decode::TILE;
-pub(crate) use exec::{MAX_WORKERS, run, workspace_bytes};
+pub(crate) use exec::{run, workspace_bytes};
 pub(crate) use state::state_len;

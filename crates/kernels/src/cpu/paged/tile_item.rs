@@ -1,9 +1,9 @@
 //! Items of the tile family: leaves of one tile of queries under one key head, by [`tile::accumulate`].
 
-use super::arena::{Arena, arena_bytes};
 use super::call::Call;
 use super::state::{State, Tree, state_len};
 use super::tile::{self, RowMask, TileJob, TileState};
+use crate::cpu::arena::{Arena, arena_bytes};
 use crate::work::{Item, Member, NO_MASK, Row, WorkList};
 
 /// Bytes of scratch that [`run`] takes for the largest item.

@@ -17,10 +17,10 @@ use half::{bf16, f16};
 
 pub(crate) use self::body::TILE;
 use self::body::{Ahead, Body, Scores, Transform, Values};
-use super::arena::{Arena, arena_bytes};
 use super::call::Call;
 use super::state::{State, Tree, acc_stride, state_len};
 use crate::cpu::address::token_offset;
+use crate::cpu::arena::{Arena, arena_bytes};
 use crate::mutant::planted;
 use crate::work::{Item, Member, NO_MASK, Row, WorkList};
 use crate::{DType, TensorRef};
