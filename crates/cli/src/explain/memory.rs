@@ -81,29 +81,25 @@ fn pool(lines: &mut Vec<Line>, name: &str, kv: &KvConfig, pages: usize, host: bo
         KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e } => format!("(C {c} + E {e})"),
         other => unreachable!("the spec's reader makes no {other:?}"),
     };
-    let slots = kv.num_layers as u128 * pages as u128 * kv.page_size as u128;
-    let mut push = |what: String, widths: String, width: usize, dtype: DType| {
+    let mut push = |what: String, widths: String, width: usize, dtype: DType, layers: usize| {
+        let slots = layers as u128 * pages as u128 * kv.page_size as u128;
         lines.push(Line {
             what,
-            how: format!(
-                "L {} x P {pages} x S {} x {widths} x {} B",
-                kv.num_layers,
-                kv.page_size,
-                dtype.size()
-            ),
+            how: format!("L {layers} x P {pages} x S {} x {widths} x {} B", kv.page_size, dtype.size()),
             bytes: slots * width as u128 * dtype.size() as u128,
             key: format!("resources.{name}.{key}"),
             at_most: host,
         });
     };
     let width = kv.layout.token_width().expect("bounded by the spec's reader");
-    push(format!("{name}: {what}"), widths, width, kv.dtype);
+    push(format!("{name}: {what}"), widths, width, kv.dtype, kv.num_layers);
     for plane in &kv.planes {
         push(
             format!("{name}: {what}, plane {}", plane.name),
             plane.width.to_string(),
             plane.width,
             plane.dtype,
+            plane.layer_count(kv.num_layers),
         );
     }
 }
@@ -168,7 +164,7 @@ mod tests {
         for layout in layouts {
             let mut kv = KvConfig::new(layout, DType::Bf16, 16, 77);
             kv.num_layers = 5;
-            kv.planes = vec![PlaneConfig { name: "scales".into(), dtype: DType::U8, width: 7 }];
+            kv.planes = vec![PlaneConfig { name: "scales".into(), dtype: DType::U8, width: 7, layers: None }];
             let mut lines = Vec::new();
             pool(&mut lines, "kv", &kv, kv.max_num_pages, false);
             let estimate = Estimate { lines };

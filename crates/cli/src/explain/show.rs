@@ -1,6 +1,6 @@
 //! A prepared spec in words and in JSON.
 
-use mstar_core::attend::Rank;
+use mstar_core::attend::{IndexStore, Rank};
 use mstar_core::kv::{KvConfig, KvLayout};
 use mstar_core::spec::{Fallback, KernelFamily, ResourceKind, ResourceSpec, Schedule};
 use mstar_kernels::Device;
@@ -159,12 +159,14 @@ fn describe(resource: &ResourceSpec) -> String {
             format!("attention{over}, backend {}{from}", attention.backend)
         }
         ResourceKind::Dsa(dsa) => format!(
-            "sparse attention over {}, {} index heads of {}, top {}, {} of its layers select",
+            "sparse attention over {}, {} index heads of {}, {} keys in {}, top {}, {} of its layers select",
             dsa.kv_cache,
-            dsa.index_n_heads,
-            dsa.index_head_dim,
-            dsa.index_topk,
-            dsa.full_layers.len()
+            dsa.index.index_n_heads,
+            dsa.index.index_head_dim,
+            dsa.index.format,
+            if dsa.index.store == IndexStore::Pages { "its pages" } else { "buffers" },
+            dsa.index.index_topk,
+            dsa.index.full_layers.len()
         ),
         ResourceKind::Ring(ring) => format!(
             "ring, {} frames of {} tokens, {} worlds, {}",

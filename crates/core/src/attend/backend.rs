@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use mstar_kernels::{DType, Device};
 
-use super::Attention;
+use super::{Attention, SparseFactory};
 use crate::kv::{KvConfig, KvLayout, PagedKv};
 use crate::spec::{Fallback, Faults, Node, Schedule};
 use crate::{ResourceName, Result};
@@ -209,6 +209,7 @@ struct Absent {
 pub struct Backends {
     present: Vec<Arc<dyn BackendFactory>>,
     absent: Vec<Absent>,
+    sparse: Option<Arc<dyn SparseFactory>>,
 }
 
 /// Why no backend could be chosen.
@@ -284,6 +285,17 @@ impl Backends {
         self
     }
 
+    /// Adds the one that builds resources of kind `dsa`.
+    pub fn register_sparse(&mut self, factory: Arc<dyn SparseFactory>) -> &mut Backends {
+        self.sparse = Some(factory);
+        self
+    }
+
+    /// The one that builds resources of kind `dsa`, when it was compiled in.
+    pub fn sparse(&self) -> Option<&Arc<dyn SparseFactory>> {
+        self.sparse.as_ref()
+    }
+
     /// Those that were compiled in, by name.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<dyn BackendFactory>> {
         self.present.iter()
@@ -325,6 +337,7 @@ impl fmt::Debug for Backends {
         f.debug_struct("Backends")
             .field("present", &self.present.iter().map(|factory| factory.name()).collect::<Vec<_>>())
             .field("absent", &self.absent)
+            .field("sparse", &self.sparse.as_ref().map(|factory| factory.name()))
             .finish()
     }
 }

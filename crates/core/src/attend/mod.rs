@@ -7,6 +7,7 @@ mod backend;
 mod forward;
 mod index_buf;
 mod observe;
+mod sparse;
 mod unbuilt;
 
 use mstar_kernels::{TensorMut, TensorRef};
@@ -19,6 +20,10 @@ pub use self::forward::Forward;
 pub use self::index_buf::IndexBuf;
 pub(crate) use self::observe::Timer;
 pub use self::observe::{Event, Observer, Phase, Work};
+pub use self::sparse::{
+    IndexFormat, IndexGeometry, IndexStore, Indexed, Selection, SparseAttention, SparseFactory, SparseWork,
+    attend_sparse,
+};
 pub use self::unbuilt::Unbuilt;
 
 use crate::kv::{KvEntries, PagedKv};

@@ -47,6 +47,26 @@ pub struct PlaneConfig {
     pub dtype: DType,
     /// Elements a token.
     pub width: usize,
+    /// Layers that have it, rising; `None` for all.
+    pub layers: Option<Vec<usize>>,
+}
+
+impl PlaneConfig {
+    /// Layers that have it, of a cache of `num_layers`.
+    pub fn layer_count(&self, num_layers: usize) -> usize {
+        self.layers.as_ref().map_or(num_layers, Vec::len)
+    }
+}
+
+/// What is stored of a token in some layers: the keys, values or latents themselves, or a further plane.
+#[derive(Clone, Debug)]
+pub(super) struct Stored {
+    pub(super) name: String,
+    pub(super) dtype: DType,
+    /// Elements a token.
+    pub(super) width: usize,
+    /// Layers that have it; `None` for all.
+    pub(super) layers: Option<Vec<usize>>,
 }
 
 /// A cache's geometry.
@@ -137,6 +157,17 @@ impl KvConfig {
                     format!("plane `{}` needs at least one element", plane.name),
                 );
             }
+            if let Some(layers) = &plane.layers
+                && (layers.is_empty()
+                    || layers.windows(2).any(|pair| pair[0] >= pair[1])
+                    || layers.last().is_some_and(|&last| last >= self.num_layers))
+            {
+                let why = format!(
+                    "plane `{}` needs layers in rising order below {}, none twice",
+                    plane.name, self.num_layers
+                );
+                return refuse("planes.layers", format!("{layers:?}"), why);
+            }
             if self.planes[..i].iter().any(|p| p.name == plane.name) {
                 return refuse("planes.name", &plane.name, "two planes have the same name");
             }
@@ -160,10 +191,16 @@ impl KvConfig {
         self.max_num_pages.saturating_sub(1)
     }
 
-    /// Name, element type and elements a token of every plane, the keys, values or latents first (as `kv`).
-    pub(super) fn all_planes(&self) -> Option<Vec<(String, DType, usize)>> {
-        let mut all = vec![("kv".to_owned(), self.dtype, self.layout.token_width()?)];
-        all.extend(self.planes.iter().map(|p| (p.name.clone(), p.dtype, p.width)));
+    /// Every plane, the keys, values or latents first (as `kv`).
+    pub(super) fn all_planes(&self) -> Option<Vec<Stored>> {
+        let width = self.layout.token_width()?;
+        let mut all = vec![Stored { name: "kv".to_owned(), dtype: self.dtype, width, layers: None }];
+        all.extend(self.planes.iter().map(|p| Stored {
+            name: p.name.clone(),
+            dtype: p.dtype,
+            width: p.width,
+            layers: p.layers.clone(),
+        }));
         Some(all)
     }
 
@@ -173,11 +210,13 @@ impl KvConfig {
     /// When they cannot be counted in 64 bits.
     pub fn page_bytes(&self) -> Result<usize> {
         let bytes = self.all_planes().and_then(|planes| {
-            planes.iter().try_fold(0usize, |sum, (_, dtype, width)| {
-                let plane = width
-                    .checked_mul(dtype.size())?
+            planes.iter().try_fold(0usize, |sum, stored| {
+                let layers = stored.layers.as_ref().map_or(self.num_layers, Vec::len);
+                let plane = stored
+                    .width
+                    .checked_mul(stored.dtype.size())?
                     .checked_mul(self.page_size)?
-                    .checked_mul(self.num_layers)?;
+                    .checked_mul(layers)?;
                 sum.checked_add(plane)
             })
         });
@@ -262,8 +301,15 @@ mod tests {
     fn bytes_are_counted_over_planes_and_layers() {
         let mut config = nhd(4);
         config.num_layers = 3;
-        config.planes.push(PlaneConfig { name: "index_keys".into(), dtype: DType::U8, width: 128 });
+        config.planes.push(PlaneConfig {
+            name: "index_keys".into(),
+            dtype: DType::U8,
+            width: 128,
+            layers: None,
+        });
         assert_eq!(config.page_bytes().unwrap(), 3 * 16 * (2 * 4 * 64 * 2 + 128));
+        config.planes[0].layers = Some(vec![0, 2]);
+        assert_eq!(config.page_bytes().unwrap(), 16 * (3 * 2 * 4 * 64 * 2 + 2 * 128));
         assert_eq!(config.memory_bytes().unwrap(), 100 * config.page_bytes().unwrap());
     }
 
@@ -298,8 +344,15 @@ mod tests {
         check(|c| c.retention = Some(0), "retention");
         check(|c| c.layout = KvLayout::Nhd { num_kv_heads: 0, head_dim: 64 }, "num_kv_heads");
         check(
-            |c| c.planes = vec![PlaneConfig { name: "x".into(), dtype: DType::U8, width: 0 }],
+            |c| c.planes = vec![PlaneConfig { name: "x".into(), dtype: DType::U8, width: 0, layers: None }],
             "planes.width",
+        );
+        check(
+            |c| {
+                c.planes =
+                    vec![PlaneConfig { name: "x".into(), dtype: DType::U8, width: 1, layers: Some(vec![1]) }]
+            },
+            "planes.layers",
         );
     }
 

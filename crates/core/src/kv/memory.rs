@@ -10,6 +10,7 @@ use std::ptr::NonNull;
 use mstar_kernels::cpu::scatter::scatter;
 use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef};
 
+use super::config::Stored;
 use super::{KvConfig, KvEntries, KvLayout, LayerView};
 use crate::Result;
 
@@ -26,6 +27,10 @@ struct Plane {
     dtype: DType,
     /// Elements a token.
     width: usize,
+    /// Layers that it has.
+    layers: usize,
+    /// Where each of the cache's layers lies among them; `None` when each has its own number.
+    place: Option<Vec<Option<usize>>>,
     /// First byte of `buffer`, which owns it.
     base: NonNull<u8>,
     buffer: Buffer,
@@ -71,13 +76,17 @@ impl KvMemory {
     pub(super) fn new(config: &KvConfig) -> Result<KvMemory> {
         config.check()?;
         let planes = config.all_planes().expect("a checked geometry has a size");
-        let planes = planes.into_iter().map(|(name, dtype, width)| {
-            let shape = [config.num_layers, config.max_num_pages, config.page_size, width];
+        let planes = planes.into_iter().map(|Stored { name, dtype, width, layers: some }| {
+            let layers = some.as_ref().map_or(config.num_layers, Vec::len);
+            let place = some.map(|some| {
+                (0..config.num_layers).map(|layer| some.iter().position(|&l| l == layer)).collect()
+            });
+            let shape = [layers, config.max_num_pages, config.page_size, width];
             let mut buffer = Buffer::for_tensor(dtype, &shape)?;
             let bytes = buffer.len();
             let start = buffer.tensor_mut(0, DType::U8, &[bytes])?.as_mut_ptr();
             let base = NonNull::new(start).expect("a buffer's memory is never null");
-            Ok(Plane { name, dtype, width, base, buffer })
+            Ok(Plane { name, dtype, width, layers, place, base, buffer })
         });
         Ok(KvMemory {
             planes: planes.collect::<Result<_>>()?,
@@ -113,9 +122,21 @@ impl KvMemory {
         }
     }
 
-    /// First element of a page of a layer, in bytes from the plane's base. The caller has checked both.
+    /// Where a layer of the cache lies in a plane.
+    fn layer_of(&self, plane: &Plane, layer: usize) -> Result<usize> {
+        self.check_layer(layer)?;
+        match &plane.place {
+            None => Ok(layer),
+            Some(place) => place[layer].ok_or_else(|| {
+                let why = format!("the plane {} has entries in {} other layers", plane.name, plane.layers);
+                KernelError::Parameter { name: "layer", why, got: layer.to_string() }.into()
+            }),
+        }
+    }
+
+    /// First element of a page of one of a plane's layers, in bytes from its base. The caller has checked both.
     fn block(&self, plane: &Plane, layer: usize, page: usize) -> usize {
-        debug_assert!(layer < self.layers && page < self.pages);
+        debug_assert!(layer < plane.layers && page < self.pages);
         let index = (layer * self.pages + page) as u64;
         page_offset(index, self.page_size as u64, plane.width as u64) as usize * plane.dtype.size()
     }
@@ -162,8 +183,8 @@ impl KvMemory {
 
     /// One layer of a further plane, `[P, S, width]`.
     pub(super) fn plane(&self, name: &str, layer: usize) -> Result<TensorRef<'_>> {
-        self.check_layer(layer)?;
         let plane = &self.planes[self.plane_index(name)?];
+        let layer = self.layer_of(plane, layer)?;
         self.view(plane, layer, 0, &[self.pages, self.page_size, plane.width])
     }
 
@@ -247,8 +268,8 @@ impl KvMemory {
         entries: TensorRef<'_>,
         stream: &Stream,
     ) -> Result<()> {
-        self.check_layer(layer)?;
         let plane = &self.planes[plane];
+        let layer = self.layer_of(plane, layer)?;
         let extents = [Some(slots.len()), Some(plane.width)];
         entries.expect("plane", "[T, width]", &extents, Some(plane.dtype), Device::Cpu)?;
         // SAFETY: the slots are the caller's alone.
@@ -263,7 +284,7 @@ impl KvMemory {
         let (from, to) = (self.checked(from), self.checked(to));
         for plane in &self.planes {
             let bytes = self.block_bytes(plane);
-            for layer in 0..self.layers {
+            for layer in 0..plane.layers {
                 let (src, dst) = (self.block(plane, layer, from), self.block(plane, layer, to));
                 // SAFETY: both blocks lie inside the plane (`checked`); `copy` allows equal ids.
                 unsafe {
@@ -279,7 +300,7 @@ impl KvMemory {
     /// # Errors
     /// When the host has no memory for them.
     pub(super) fn save(&self, pages: &[i32]) -> Result<HostPages> {
-        let each: usize = self.planes.iter().map(|p| self.block_bytes(p) * self.layers).sum();
+        let each: usize = self.planes.iter().map(|p| self.block_bytes(p) * p.layers).sum();
         let mut buffer = Buffer::zeroed(each * pages.len())?;
         let bytes = buffer.len();
         let host = buffer.tensor_mut(0, DType::U8, &[bytes])?.as_mut_ptr();
@@ -311,7 +332,7 @@ impl KvMemory {
             let page = self.checked(page);
             for plane in &self.planes {
                 let bytes = self.block_bytes(plane);
-                for layer in 0..self.layers {
+                for layer in 0..plane.layers {
                     each(self.planes_base(plane), self.block(plane, layer, page), bytes);
                 }
             }
@@ -333,7 +354,12 @@ mod tests {
         let layout = KvLayout::Nhd { num_kv_heads: 2, head_dim: 4 };
         let mut config = KvConfig::new(layout, DType::F32, 2, 4);
         config.num_layers = 2;
-        config.planes = vec![super::super::PlaneConfig { name: "scales".into(), dtype: DType::U8, width: 3 }];
+        config.planes = vec![super::super::PlaneConfig {
+            name: "scales".into(),
+            dtype: DType::U8,
+            width: 3,
+            layers: None,
+        }];
         KvMemory::new(&config).unwrap()
     }
 
@@ -427,5 +453,34 @@ mod tests {
             }
         }
         assert!(memory.layer(2).is_err() && memory.plane("keys", 0).is_err());
+    }
+
+    #[test]
+    fn a_plane_of_some_layers_takes_their_bytes_alone_and_moves_with_its_pages() {
+        let mut config =
+            KvConfig::new(KvLayout::Mla { kv_lora_rank: 1, qk_rope_head_dim: 0 }, DType::F32, 2, 4);
+        config.num_layers = 3;
+        let plane = super::super::PlaneConfig {
+            name: "keys".into(),
+            dtype: DType::U8,
+            width: 5,
+            layers: Some(vec![0, 2]),
+        };
+        config.planes = vec![plane];
+        let memory = KvMemory::new(&config).unwrap();
+        assert_eq!(memory.bytes(), config.memory_bytes().unwrap());
+        for layer in [0u8, 2] {
+            let entries = [layer + 1; 10];
+            let entries = TensorRef::from_slice(&entries, &[2, 5]).unwrap();
+            memory.write_plane(1, layer.into(), &[2, 3], entries, &Stream::cpu()).unwrap();
+        }
+        memory.copy_page(1, 2);
+        let host = memory.save(&[2]).unwrap();
+        memory.load(&host, &[3]);
+        for layer in [0u8, 2] {
+            let keys = memory.plane("keys", layer.into()).unwrap();
+            assert_eq!(keys.select(0, 3).unwrap().as_slice::<u8>().unwrap(), [layer + 1; 10]);
+        }
+        assert!(memory.plane("keys", 1).is_err() && memory.plane("keys", 3).is_err());
     }
 }

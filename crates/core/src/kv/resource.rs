@@ -142,6 +142,17 @@ impl PagedKv for PagedKvCache {
         self.store.plane(name, layer)
     }
 
+    fn write_plane(
+        &self,
+        id: &PlanId,
+        name: &str,
+        layer: usize,
+        entries: TensorRef<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.store.write_plane(id, name, layer, entries, stream)
+    }
+
     fn write_kv(&self, id: &PlanId, layer: usize, entries: KvEntries<'_>, stream: &Stream) -> Result<()> {
         self.store.write_kv(id, layer, entries, stream)
     }

@@ -75,6 +75,19 @@ pub trait PagedKv: Resource {
     /// A layer or plane that the cache does not have.
     fn plane(&self, name: &str, layer: usize) -> Result<TensorRef<'_>>;
 
+    /// Writes the step's entries `[T, width]` of one layer of a plane to the planned slots.
+    ///
+    /// # Errors
+    /// A layer or plane that the cache does not have; a shape or dtype that is not the plane's; nothing is written.
+    fn write_plane(
+        &self,
+        id: &PlanId,
+        name: &str,
+        layer: usize,
+        entries: TensorRef<'_>,
+        stream: &Stream,
+    ) -> Result<()>;
+
     /// Writes the step's entries of one layer to the planned slots.
     ///
     /// # Errors

@@ -77,7 +77,17 @@ pub static ATTENTION: Section = Section {
 /// A resource whose kind is DeepSeek sparse attention.
 pub static DSA: Section = Section {
     name: "a resource of kind dsa",
-    keys: &["kind", "depends_on", "kv_cache", "index_n_heads", "index_head_dim", "index_topk", "full_layers"],
+    keys: &[
+        "kind",
+        "depends_on",
+        "kv_cache",
+        "index_n_heads",
+        "index_head_dim",
+        "index_topk",
+        "index_dtype",
+        "index_store",
+        "full_layers",
+    ],
 };
 
 /// A resource whose kind is a ring of frames.

@@ -6,6 +6,7 @@ use super::model::ModelSpec;
 use super::node::clip;
 use super::{Fields, Node, keys};
 use crate::ResourceName;
+use crate::attend::{IndexFormat, IndexGeometry, IndexStore};
 use crate::kv::{KvConfig, KvLayout, PlaneConfig};
 
 /// Bytes that one cache may be said to take: 256 TiB, past any machine and far from overflow.
@@ -80,14 +81,8 @@ pub struct AttentionSpec {
 pub struct DsaSpec {
     /// `kv_cache`.
     pub kv_cache: ResourceName,
-    /// `index_n_heads`.
-    pub index_n_heads: usize,
-    /// `index_head_dim`.
-    pub index_head_dim: usize,
-    /// `index_topk`.
-    pub index_topk: usize,
-    /// `full_layers`: layers that select; each other layer shares the selection of the last one before it.
-    pub full_layers: Vec<usize>,
+    /// `index_n_heads`, `index_head_dim`, `index_topk`, `index_dtype`, `index_store` and `full_layers`.
+    pub index: IndexGeometry,
 }
 
 /// A ring of frames.
@@ -125,6 +120,17 @@ enum Kind {
 /// The element types that numbers are stored and attended in.
 pub(super) const FLOATS: &[(&str, DType)] =
     &[("f32", DType::F32), ("bf16", DType::Bf16), ("f16", DType::F16)];
+
+/// Formats of a stored index key.
+const INDEX_FORMATS: &[(&str, IndexFormat)] = &[
+    ("f32", IndexFormat::F32),
+    ("bf16", IndexFormat::Bf16),
+    ("f16", IndexFormat::F16),
+    ("fp8", IndexFormat::Fp8),
+];
+
+/// Where index keys may be kept.
+const INDEX_STORES: &[(&str, IndexStore)] = &[("pages", IndexStore::Pages), ("buffers", IndexStore::Buffers)];
 
 /// Element types of a plane.
 const PLANE_TYPES: &[(&str, DType)] = &[
@@ -317,7 +323,7 @@ fn read_planes(f: &mut Fields<'_>) -> Vec<PlaneConfig> {
         }
         plane.finish("here");
         if let (Some(name), Some(dtype), Some(width)) = (name, dtype, width) {
-            planes.push(PlaneConfig { name: name.to_string(), dtype, width });
+            planes.push(PlaneConfig { name: name.to_string(), dtype, width, layers: None });
         }
     }
     planes
@@ -329,8 +335,10 @@ fn page_bytes(config: &KvConfig) -> u128 {
         KvLayout::Nhd { num_kv_heads, head_dim } => 2 * num_kv_heads as u128 * head_dim as u128,
         KvLayout::Mla { kv_lora_rank, qk_rope_head_dim } => kv_lora_rank as u128 + qk_rope_head_dim as u128,
     };
-    let planes: u128 = config.planes.iter().map(|p| p.width as u128 * p.dtype.size() as u128).sum();
-    (token * config.dtype.size() as u128 + planes) * config.page_size as u128 * config.num_layers as u128
+    let layers = config.num_layers;
+    let plane = |p: &PlaneConfig| p.width as u128 * p.dtype.size() as u128 * p.layer_count(layers) as u128;
+    let planes: u128 = config.planes.iter().map(plane).sum();
+    (token * config.dtype.size() as u128 * layers as u128 + planes) * config.page_size as u128
 }
 
 fn read_attention(
@@ -365,6 +373,12 @@ fn read_dsa(
     let index_n_heads = f.count("index_n_heads", 1..=super::model::MAX_HEADS);
     let index_head_dim = f.count("index_head_dim", 1..=512);
     let index_topk = f.count("index_topk", 1..=MAX_I32);
+    let kept = IndexFormat::of(around.dtype).unwrap_or(IndexFormat::F32);
+    let format = f.word_or("index_dtype", kept, INDEX_FORMATS);
+    if let Some(width) = index_head_dim.filter(|width| format == IndexFormat::Fp8 && width % 4 != 0) {
+        f.fault_at("index_head_dim", format!("fp8 keys need a multiple of 4, got {width}"));
+    }
+    let store = f.word_or("index_store", IndexStore::Pages, INDEX_STORES);
     let layers = around.model.map_or(1024, |model| model.layers);
     let full_layers = f.counts_opt("full_layers", 0..=layers as u64 - 1, 1024);
     if let Some(full) = &full_layers {
@@ -381,10 +395,14 @@ fn read_dsa(
     f.finish("here");
     Some(ResourceKind::Dsa(DsaSpec {
         kv_cache: kv_cache?,
-        index_n_heads: index_n_heads?,
-        index_head_dim: index_head_dim?,
-        index_topk: index_topk?,
-        full_layers: full_layers.unwrap_or_else(|| (0..layers).collect()),
+        index: IndexGeometry {
+            index_n_heads: index_n_heads?,
+            index_head_dim: index_head_dim?,
+            index_topk: index_topk?,
+            format,
+            store,
+            full_layers: full_layers.unwrap_or_else(|| (0..layers).collect()),
+        },
     }))
 }
 

@@ -257,7 +257,8 @@ fn read_resources(node: &Node, around: Surroundings<'_>, faults: &Faults) -> Opt
             resources::read(&entry.key, &entry.value, &names, around, faults)
         })
         .collect();
-    let read: Vec<ResourceSpec> = read.into_iter().collect::<Option<_>>()?;
+    let mut read: Vec<ResourceSpec> = read.into_iter().collect::<Option<_>>()?;
+    add_index_planes(&mut read);
     let declared: Vec<(ResourceName, Vec<ResourceName>)> =
         read.iter().map(|resource| (resource.name.clone(), resource.depends_on.clone())).collect();
     match dependency_order(&declared) {
@@ -272,6 +273,23 @@ fn read_resources(node: &Node, around: Surroundings<'_>, faults: &Faults) -> Opt
         Err(other) => {
             faults.push(node.error(other.to_string()));
             None
+        }
+    }
+}
+
+/// Gives each latent cache the planes that hold the index keys of the `dsa` resources over it.
+fn add_index_planes(resources: &mut [ResourceSpec]) {
+    let planes: Vec<_> = resources
+        .iter()
+        .filter_map(|resource| match &resource.kind {
+            ResourceKind::Dsa(dsa) => Some((dsa.kv_cache.clone(), dsa.index.plane(&resource.name)?)),
+            _ => None,
+        })
+        .collect();
+    for resource in resources {
+        if let ResourceKind::Kv(kv) = &mut resource.kind {
+            let own = planes.iter().filter(|(cache, _)| *cache == resource.name);
+            kv.config.planes.extend(own.map(|(_, plane)| plane.clone()));
         }
     }
 }

@@ -61,6 +61,11 @@ impl Namespace {
             field(&mut encoded, Some(plane.name.as_bytes()));
             field(&mut encoded, Some(plane.dtype.name().as_bytes()));
             field(&mut encoded, Some(&(plane.width as u64).to_le_bytes()));
+            let layers: Option<Vec<u8>> = plane
+                .layers
+                .as_ref()
+                .map(|some| some.iter().flat_map(|l| (*l as u64).to_le_bytes()).collect());
+            field(&mut encoded, layers.as_deref());
         }
         field(&mut encoded, None);
         let mut others: Vec<_> = depends_on.iter().collect();

@@ -20,7 +20,7 @@ pub(crate) fn config(page_size: usize, pages: usize) -> KvConfig {
     let mut config = KvConfig::new(layout, DType::F32, page_size, pages + 1);
     config.max_seq_len = 4096;
     config.num_layers = 2;
-    config.planes = vec![PlaneConfig { name: "scales".into(), dtype: DType::U8, width: 3 }];
+    config.planes = vec![PlaneConfig { name: "scales".into(), dtype: DType::U8, width: 3, layers: None }];
     config
 }
 
