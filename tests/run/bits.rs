@@ -40,6 +40,36 @@ fn f40_neighbours_padding_and_plans_made_ahead_change_no_bit() {
 }
 
 #[test]
+fn a_decoder_over_contexts_has_the_same_bits_padded_to_buckets() {
+    let run = |more: &[&str]| {
+        let small = [
+            "--set",
+            "workload.requests=5",
+            "--set",
+            "workload.output_len={ uniform: [3, 9] }",
+            "--set",
+            "workload.context_len=150",
+            "--verify",
+            "1",
+        ];
+        run(&spec("whisper-cross.yaml"), &[&small[..], more].concat()).good()
+    };
+    let eager = run(&[]);
+    assert_eq!((eager.number("verify.failed"), eager.number("steps.padded")), (0, 0));
+    // Steps that fill their bucket, steps that leave rows over, and both planned ahead.
+    for more in [
+        &["--set", "graph={ buckets: [1, 2, 3, 4], slots: 2 }"][..],
+        &["--set", "graph={ buckets: [7], slots: 1 }"],
+        &["--set", "graph={ buckets: [2, 4], slots: 2 }", "--set", "workload.preplan=true"],
+    ] {
+        let padded = run(more);
+        assert_eq!(padded.digest(), eager.digest(), "{more:?}");
+        assert!(padded.number("steps.padded") > 0, "{more:?}");
+        assert_eq!((padded.number("verify.failed"), padded.number("requests.finished")), (0, 5), "{more:?}");
+    }
+}
+
+#[test]
 fn retention_gives_pages_back_and_changes_no_bit() {
     let window = ["--set", "model.window_left=40", "--verify", "0.3"];
     let kept = run(&spec("quickstart.yaml"), &[&BASE[..], &window].concat()).good();

@@ -172,6 +172,42 @@ fn queries_may_come_from_the_step_and_padding_sees_nothing() {
 }
 
 #[test]
+fn cross_rows_in_a_bucket_have_the_bits_of_rows_without_one() {
+    let decoder = Decoder::new(4, 64, true);
+    for (name, n) in [("a", 17), ("b", 5), ("c", 40)] {
+        let content = |kind| {
+            let keys: Vec<Option<u64>> = (0..n).map(|p| Some(rig::key(name, "context", p))).collect();
+            rig::inputs(kind, 1, &keys, G)
+        };
+        decoder.encode(name, &content(Kind::Key), &content(Kind::Value));
+    }
+    let rows = [("c", 1), ("a", 1), ("b", 1)];
+    for real in 1..=3 {
+        let step = || decode(&rows[..real]);
+        let keys: Vec<Option<u64>> = rows.iter().map(|&(name, _)| Some(rig::key(name, "main", 0))).collect();
+        let attended = |bucket: Option<usize>| {
+            let planned = decoder.planned(step(), bucket.map(|rows| PaddedShape { rows, tokens: rows }));
+            let tokens = bucket.unwrap_or(real);
+            let mut q = rig::inputs(Kind::Query, 1, &keys[..real], H);
+            q.resize(tokens * H * D, f32::NAN);
+            let (o, lse) = decoder.attend(&planned, &q);
+            decoder.engine.abort(planned);
+            (o, lse)
+        };
+        let (want_o, want_lse) = attended(None);
+        // Buckets that the rows fill, whose context plan has no row left for padding, and larger ones.
+        for bucket in [real, real + 1, 8] {
+            let (o, lse) = attended(Some(bucket));
+            let (of_o, of_lse) = (real * H * D, real * H);
+            let same = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same(&o[..of_o], &want_o) && same(&lse[..of_lse], &want_lse), "{real} in {bucket}");
+            assert!(o[of_o..].iter().all(|x| x.to_bits() == 0), "{real} in {bucket}");
+            assert!(lse[of_lse..].iter().all(|x| *x == f32::NEG_INFINITY), "{real} in {bucket}");
+        }
+    }
+}
+
+#[test]
 fn an_unchanged_cross_plan_is_kept() {
     let decoder = Decoder::new(4, 64, true);
     decoder.encode("a", &vec![0.0; 6 * G * D], &vec![3.0; 6 * G * D]);

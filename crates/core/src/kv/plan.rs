@@ -50,7 +50,8 @@ pub struct KvPlan {
     pub slots: Vec<i64>,
     /// `[T]`: each token's absolute position; -1 for padding.
     pub positions: Vec<i32>,
-    /// Rows that are real; the others pad the plan to its bucket: `kv_len` 0, no pages, slots -1.
+    /// Rows that are real; the others pad the plan to its bucket: `kv_len` 0, no pages, slots -1. In a bucket that reads
+    /// alone fill, the padding tokens lie past the last row.
     pub real_rows: usize,
 }
 
@@ -135,21 +136,24 @@ impl KvPlan {
         Ok(())
     }
 
-    /// Adds rows without keys until the plan has the bucket's shape; they share the tokens that are left.
+    /// Adds rows without keys until the plan has the bucket's shape; they share the tokens that are left. Where reads alone
+    /// (contexts of span 0) fill the rows, the bucket's tokens are nobody's: there is no query among them to displace.
     fn pad(&mut self, shape: PaddedShape) -> Result<(), String> {
         let (rows, tokens) = (self.rows.len(), self.slots.len());
-        if rows > shape.rows || tokens > shape.tokens || (rows == shape.rows && tokens < shape.tokens) {
+        let reads_fill_it = tokens == 0 && rows == shape.rows;
+        let left_over = rows == shape.rows && tokens < shape.tokens && !reads_fill_it;
+        if rows > shape.rows || tokens > shape.tokens || left_over {
             return Err(format!(
                 "{rows} rows of {tokens} tokens do not fit a bucket of {} rows and {} tokens: padding tokens \
                  need a row of their own",
                 shape.rows, shape.tokens
             ));
         }
+        let nowhere = if planted("padded-row-writes") { 0 } else { -1 };
         let padded = shape.rows - rows;
         for i in 0..padded {
             let left = shape.tokens - self.slots.len();
             let q_len = left.div_ceil(padded - i);
-            let nowhere = if planted("padded-row-writes") { 0 } else { -1 };
             self.slots.resize(self.slots.len() + q_len, nowhere);
             self.positions.resize(self.slots.len(), -1);
             self.rows.push(KvRow {
@@ -165,6 +169,8 @@ impl KvPlan {
             self.kv_indptr.push(indptr(self.kv_indices.len())?);
             self.kv_last_page_len.push(0);
         }
+        self.slots.resize(shape.tokens, nowhere);
+        self.positions.resize(shape.tokens, -1);
         Ok(())
     }
 
@@ -300,6 +306,23 @@ mod tests {
             assert!(shelf.pack(id(2), rows.iter(), 4, Some(shape)).is_err());
             assert_eq!(shelf.get(&id(1)).unwrap(), plan);
         }
+    }
+
+    #[test]
+    fn reads_that_fill_a_bucket_take_its_shape_and_write_nothing() {
+        let mut shelf = PlanShelf::default();
+        let reads = [row("a", &[5, 6], 7, 0), row("b", &[8], 4, 0)];
+        for (rows, qo_indptr) in [(2, &[0, 0, 0][..]), (3, &[0, 0, 0, 3])] {
+            shelf.pack(id(1), reads.iter(), 4, Some(PaddedShape { rows, tokens: 3 })).unwrap();
+            let plan = shelf.get(&id(1)).unwrap();
+            assert_eq!((plan.real_rows, plan.rows.len(), &plan.qo_indptr[..]), (2, rows, qo_indptr));
+            assert_eq!((&plan.slots[..], &plan.positions[..]), (&[-1; 3][..], &[-1; 3][..]));
+            assert_eq!((plan.pages(0), plan.pages(1)), (&[5, 6][..], &[8][..]));
+        }
+        // A query among them has a place, and tokens without one would have to move it.
+        let query = [row("a", &[5, 6], 7, 1), row("b", &[8], 4, 0)];
+        let full = PaddedShape { rows: 2, tokens: 3 };
+        assert!(shelf.pack(id(2), query.iter(), 4, Some(full)).unwrap_err().contains("a row of their own"));
     }
 
     #[test]
