@@ -12,5 +12,8 @@ mod output;
 mod pages;
 #[path = "run/program.rs"]
 mod program;
+#[cfg(unix)]
+#[path = "run/signals.rs"]
+mod signals;
 #[path = "run/specs.rs"]
 mod specs;

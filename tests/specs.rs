@@ -204,6 +204,11 @@ fn a_spec_that_does_not_fit_in_memory_is_not_started() {
     assert_eq!(run.status.code(), Some(2), "{}", stderr(&run));
     let said = stderr(&run);
     assert!(said.contains("of memory and") && said.contains("lower resources.kv.max_num_pages"), "{said}");
+    // What it says would fit does.
+    let fits = said.split("to at most ").nth(1).and_then(|rest| rest.split(' ').next()).expect("a value");
+    let set = format!("resources.kv.max_num_pages={fits}");
+    let explained = mstar(&["explain", spec, "--set", &set, "--set", "resources.kv.host_pages=0"]);
+    assert!(!stdout(&explained).contains("are available; lower"), "{fits}: {}", stdout(&explained));
 }
 
 #[test]

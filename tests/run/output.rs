@@ -115,3 +115,75 @@ fn a_file_that_cannot_be_written_loses_neither_the_table_nor_the_other_files() {
         "{said}{table}"
     );
 }
+
+/// Names in a folder, but for the runner's own report.
+fn names(dir: &std::path::Path) -> Vec<String> {
+    let all = std::fs::read_dir(dir).expect("a folder");
+    let mut all: Vec<_> =
+        all.map(|e| e.expect("an entry").file_name().into_string().expect("text")).collect();
+    all.sort();
+    all
+}
+
+#[test]
+fn an_earlier_report_outlives_a_run_that_is_refused_or_given_up() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let report = dir.path().join("report.json");
+    std::fs::write(&report, "earlier").expect("a report");
+    let quick = spec("quickstart.yaml").display().to_string();
+    let csv = dir.path().join("none/steps.csv").display().to_string();
+    for extra in [&["--set", "workload.requests=0"][..], &["--csv", &csv]] {
+        let args = [&["run", &quick, "--report", report.to_str().expect("text")], extra].concat();
+        let output =
+            std::process::Command::new(env!("CARGO_BIN_EXE_mstar")).args(args).output().expect("it starts");
+        assert_eq!(output.status.code(), Some(2));
+        assert_eq!(std::fs::read_to_string(&report).expect("a report"), "earlier");
+        assert_eq!(names(dir.path()), ["report.json"]);
+    }
+}
+
+#[test]
+fn a_bench_that_cannot_save_its_results_times_nothing() {
+    let args = ["bench", "merge", "--quick", "--json", "/no/such/directory/x.json"];
+    let output =
+        std::process::Command::new(env!("CARGO_BIN_EXE_mstar")).args(args).output().expect("it starts");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(
+        said.contains("/no/such/directory/x.json: cannot be written") && output.stdout.is_empty(),
+        "{said}"
+    );
+}
+
+#[test]
+fn the_report_and_the_terminal_name_the_trace_that_was_read() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let line = "{\"timestamp\": 0, \"input_length\": 600, \"output_length\": 9, \"hash_ids\": [1, 2]}\n";
+    let here = dir.path().join("conversation_trace.jsonl");
+    std::fs::write(&here, line).expect("a trace");
+    let few = ["--set", "workload.requests=1"];
+    let told = |args: &[&str], data: Option<&std::path::Path>, expected: [&str; 3]| {
+        let ran = crate::program::run_in(&spec("mooncake-prefix.yaml"), args, data).good();
+        let trace = &ran.report["trace"];
+        for (key, expected) in ["file", "named_by", "found"].into_iter().zip(expected) {
+            let told = trace[key].as_str().expect("text");
+            assert!(told.ends_with(expected), "{key} is {told}, not {expected}");
+        }
+        let lines: Vec<&str> = ran.stderr.lines().filter(|line| line.starts_with("mstar: trace: ")).collect();
+        assert_eq!(lines.len(), 1, "{}", ran.stderr);
+        assert!(lines[0].contains(expected[0]) && lines[0].contains(expected[2]), "{}", lines[0]);
+    };
+    let name = "conversation_trace.jsonl";
+    told(&few, Some(dir.path()), [here.to_str().expect("text"), "the spec", "in MSTAR_DATA"]);
+    told(&few, None, [&format!("specs/data/{name}"), "the spec", "in data beside the spec"]);
+    let empty = tempfile::tempdir().expect("a folder");
+    told(
+        &few,
+        Some(empty.path()),
+        [&format!("specs/data/{name}"), "the spec", "; MSTAR_DATA does not have it"],
+    );
+    let set = format!("workload.file={}", here.display());
+    told(&[&few[..], &["--set", &set]].concat(), None, [here.to_str().expect("text"), "--set", "as named"]);
+    let drawn = run(&spec("quickstart.yaml"), &["--steps", "1"]).good();
+    assert!(drawn.report["trace"].is_null() && !drawn.stderr.contains("trace:"), "{}", drawn.stderr);
+}

@@ -11,6 +11,8 @@ pub(crate) enum Exit {
     CheckFailed,
     /// 2: the input was refused, or could not be read: arguments, a spec, a recorded case, a trace.
     Refused,
+    /// 130 after SIGINT, 143 after SIGTERM: it stopped early and in order, and what was done is told.
+    Interrupted(u8),
 }
 
 impl From<Exit> for ExitCode {
@@ -19,10 +21,12 @@ impl From<Exit> for ExitCode {
             Exit::Success => 0,
             Exit::CheckFailed => 1,
             Exit::Refused => 2,
+            Exit::Interrupted(code) => code,
         })
     }
 }
 
 /// What `--help` says of them.
 pub(crate) const HELP: &str = "\
-Exit codes: 0 done; 1 done, and a check failed; 2 the input was refused.";
+Exit codes: 0 done; 1 done, and a check failed; 2 the input was refused;
+130 or 143 interrupted (SIGINT, SIGTERM): run ends after its step and reports.";

@@ -6,7 +6,9 @@ mod backends;
 mod bench;
 mod exit;
 mod explain;
+mod interrupt;
 mod machine;
+mod output;
 mod parity;
 mod run;
 mod text;
@@ -20,7 +22,7 @@ use crate::exit::Exit;
 
 /// The attention layer of an inference engine: run workloads, check numbers, explain costs.
 #[derive(Debug, Parser)]
-#[command(name = "mstar", version, about, arg_required_else_help = true, after_help = exit::HELP)]
+#[command(name = "mstar", version, about, arg_required_else_help = true, after_help = exit::HELP, max_term_width = text::COLUMNS)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
@@ -62,6 +64,34 @@ fn main() -> ExitCode {
                 text::say(line);
             }
             Exit::Refused.into()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn help_of_every_subcommand_keeps_to_80_columns() {
+        let mut root = Arguments::command();
+        root.build();
+        let names: Vec<String> = root.get_subcommands().map(|c| c.get_name().to_owned()).collect();
+        assert!(names.len() >= 6, "{names:?}");
+        // What is not a terminal counts as 100 columns wide, and a wide terminal as what it is.
+        let mut texts =
+            vec![("mstar".to_owned(), root.render_help()), ("mstar".to_owned(), root.render_long_help())];
+        for name in names {
+            let command = root.find_subcommand_mut(&name).unwrap();
+            texts.push((name.clone(), command.render_help()));
+            texts.push((name, command.render_long_help()));
+        }
+        for (name, text) in texts {
+            for line in text.to_string().lines() {
+                assert!(line.chars().count() <= text::COLUMNS, "{name}: {line}");
+            }
         }
     }
 }

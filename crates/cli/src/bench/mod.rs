@@ -17,6 +17,7 @@ use std::path::PathBuf;
 use anyhow::{Context, bail};
 
 use crate::exit::Exit;
+use crate::output::Output;
 use crate::text;
 
 /// Kernels that can be named.
@@ -50,11 +51,13 @@ pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
         }
     }
     let baseline = args.baseline.as_deref().map(report::Saved::read).transpose()?;
+    // Before anything is timed, so that a path that cannot be written is not found out after it.
+    let json = args.json.as_deref().map(Output::open).transpose()?;
     let threads = args.threads.map_or(0, usize::from);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().context("starting threads")?;
     let saved = pool.install(|| time(&args, baseline.as_ref()))?;
-    if let Some(path) = &args.json {
-        saved.write(path)?;
+    if let Some(json) = json {
+        saved.write(json).context("--json: cannot write")?;
     }
     Ok(Exit::Success)
 }

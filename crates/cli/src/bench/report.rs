@@ -1,5 +1,6 @@
 //! The table, one line a case as it is timed, and results saved to compare with later.
 
+use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, ensure};
@@ -8,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::limits::Limits;
 use super::measure::Timed;
+use crate::output::Output;
 
 /// Version of the saved form.
 const VERSION: u32 = 1;
@@ -135,9 +137,10 @@ impl Saved {
     }
 
     /// Writes the results as JSON.
-    pub(super) fn write(&self, path: &Path) -> anyhow::Result<()> {
+    pub(super) fn write(&self, mut file: Output) -> anyhow::Result<()> {
         let text = serde_json::to_string_pretty(self)?;
-        std::fs::write(path, text + "\n").with_context(|| format!("{}: cannot be written", path.display()))
+        writeln!(file, "{text}")?;
+        Ok(file.finish()?)
     }
 }
 
@@ -173,7 +176,7 @@ mod tests {
         let mut saved = Saved::new(&limits());
         saved.lines.push(Line::new(name.into(), &timed(0.5), DType::F32, cost, &limits()));
         let path = tempfile::tempdir().unwrap().keep().join("bench.json");
-        saved.write(&path).unwrap();
+        saved.write(Output::open(&path).unwrap()).unwrap();
         let read = Saved::read(&path).unwrap();
         let now = Line::new(name.into(), &timed(0.25), DType::F32, cost, &limits()).text(Some(&read));
         assert!(now.trim_end().ends_with("2.00x"), "{now}");

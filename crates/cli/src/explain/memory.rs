@@ -67,9 +67,9 @@ impl Estimate {
         self.lines.iter().map(|line| line.bytes).sum()
     }
 
-    /// The key that the largest line grows with.
-    pub(crate) fn largest_key(&self) -> &str {
-        self.lines.iter().max_by_key(|line| line.bytes).map_or("the spec", |line| &line.key)
+    /// The bytes of the lines that grow with `key`.
+    pub(crate) fn of_key(&self, key: &str) -> u128 {
+        self.lines.iter().filter(|line| line.key == key).map(|line| line.bytes).sum()
     }
 }
 

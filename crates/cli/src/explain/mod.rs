@@ -1,5 +1,6 @@
 //! `mstar explain`: what a spec resolves to, what it will cost, and what will run, before anything does.
 
+mod fit;
 mod memory;
 mod prepare;
 mod show;

@@ -10,9 +10,11 @@ use mstar_core::kv::{KvConfig, KvLayout};
 use mstar_core::spec::{DeviceChoice, Fallback, Faults, ResourceKind, Spec};
 use mstar_kernels::Device;
 
+use super::fit;
 use super::memory::Estimate;
 use crate::backends::{choose, registry, softmax};
 use crate::machine::Machine;
+use crate::run::workload::trace::Located;
 use crate::run::workload::{self, RequestPlan};
 use crate::text::bytes;
 
@@ -35,12 +37,16 @@ pub(crate) struct Prepared {
     pub(crate) spec: Spec,
     /// Its file, as it was named.
     pub(crate) path: PathBuf,
+    /// What was set of it on the command line.
+    pub(crate) sets: Vec<String>,
     /// Where it runs.
     pub(crate) device: Device,
     /// The line that says why that device, when it was not named.
     pub(crate) note: Option<String>,
     /// The attention resources, in dependency order.
     pub(crate) attentions: Vec<Served>,
+    /// The trace that they are read from.
+    pub(crate) trace: Option<Located>,
     /// The workload's requests, in order of arrival; empty without a workload.
     pub(crate) requests: Vec<RequestPlan>,
     /// Memory by line.
@@ -79,19 +85,26 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
     let chosen = choose(choice)?;
     let source = arguments.spec.display().to_string();
     let attentions = serve(&spec, chosen.device, &source)?;
-    let requests = match &spec.workload {
-        None => Vec::new(),
-        Some(workload) => workload::load(workload, spec.seed, &arguments.spec)
-            .with_context(|| format!("{source}: workload"))?,
+    let (trace, requests) = match &spec.workload {
+        None => (None, Vec::new()),
+        Some(workload) => {
+            let loaded = workload::locate(workload, &arguments.spec).and_then(|trace| {
+                let requests = workload::load(workload, spec.seed, trace.as_ref())?;
+                Ok((trace, requests))
+            });
+            loaded.with_context(|| format!("{source}: workload"))?
+        }
     };
     let machine = Machine::probe();
     let estimate = Estimate::of(&spec, &attentions, &requests).with_context(|| source.clone())?;
     Ok(Prepared {
         spec,
         path: arguments.spec.clone(),
+        sets: arguments.set.clone(),
         device: chosen.device,
         note: chosen.note,
         attentions,
+        trace,
         requests,
         estimate,
         machine,
@@ -184,10 +197,10 @@ impl Prepared {
             && self.estimate.most() > u128::from(available)
         {
             why.push(format!(
-                "it may take {} of memory and {} are available; lower {}",
+                "it may take {} of memory and {} are available; {}",
                 bytes(self.estimate.most()),
                 bytes(available.into()),
-                self.estimate.largest_key()
+                fit::advice(self, available)
             ));
         }
         why

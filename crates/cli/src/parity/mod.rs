@@ -33,9 +33,10 @@ use crate::exit::Exit;
 use crate::{backends, text};
 
 const EXIT_CODES: &str = "\
-A case passes when every output is within its tolerance and accurate against the reference.
-Exit codes: 0 every case passed; 1 a case failed; 2 a case could not be read, or no
-backend runs it here (the others are judged all the same; 2 wins over 1).";
+A case passes when every output is within its tolerance and accurate against the
+reference. Exit codes: 0 every case passed; 1 a case failed; 2 a case could not
+be read, or no backend runs it here (the others are judged all the same; 2 wins
+over 1).";
 
 /// Arguments of `mstar parity`.
 #[derive(Debug, clap::Args)]

@@ -7,7 +7,8 @@ use crate::explain::SpecArguments;
 /// Runs the workload of a spec and reports what its attention cost.
 ///
 /// Exit codes: 0 when the run ended and every check passed; 1 when a verified row was wrong or the prefix index
-/// disagreed with its own log; 2 when the spec, the trace or an argument was refused.
+/// disagreed with its own log; 2 when the spec, the trace or an argument was refused; 130 or 143 when SIGINT or SIGTERM
+/// ended it after a step, with what was done reported. A second signal ends it at once. Files appear when they are whole.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
     #[command(flatten)]

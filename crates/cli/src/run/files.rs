@@ -1,11 +1,9 @@
 //! The files that a run writes: the JSON report, one CSV line a step, the timeline.
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
-use std::path::Path;
+use std::io::Write;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 
 use super::args::Arguments;
 use super::phases::Phases;
@@ -13,6 +11,7 @@ use super::plot::Timeline;
 use super::report::Report;
 use super::runtime::StepCost;
 use super::scheduler::Scheduler;
+use crate::output::Output;
 
 /// Phases that a step's line splits its time into.
 pub(crate) const STEP_PHASES: [&str; 6] = ["plan", "kv write", "attend", "commit", "synthesize", "verify"];
@@ -71,30 +70,25 @@ impl StepLine {
 
 /// The files that were asked for, open.
 pub(crate) struct Files {
-    report: Option<BufWriter<File>>,
-    csv: Option<csv::Writer<File>>,
+    report: Option<Output>,
+    csv: Option<csv::Writer<Output>>,
     /// Why the CSV was given up, told at the end: the run goes on without it.
     csv_fault: Option<csv::Error>,
-    plot: Option<(BufWriter<File>, Timeline)>,
+    plot: Option<(Output, Timeline)>,
 }
 
 impl Files {
-    /// Opens what `args` asks for.
+    /// Opens what `args` asks for. Nothing that lies there is touched before [`Files::finish`].
     pub(crate) fn open(args: &Arguments) -> anyhow::Result<Files> {
-        let report = args.report.as_deref().map(create).transpose()?.map(BufWriter::new);
-        let plot = args.plot.as_deref().map(create).transpose()?;
-        let mut csv = args.csv.as_deref().map(create).transpose()?.map(csv::Writer::from_writer);
+        let report = args.report.as_deref().map(Output::open).transpose()?;
+        let plot = args.plot.as_deref().map(Output::open).transpose()?;
+        let mut csv = args.csv.as_deref().map(Output::open).transpose()?.map(csv::Writer::from_writer);
         if let Some(csv) = &mut csv {
             let named = ["step", "walk", "rows", "tokens", "padded", "active", "virtual_ms", "seconds"];
             let split = STEP_PHASES.iter().map(|phase| format!("{}_s", phase.replace(' ', "_")));
             csv.write_record(named.iter().map(|name| (*name).to_owned()).chain(split))?;
         }
-        Ok(Files {
-            report,
-            csv,
-            csv_fault: None,
-            plot: plot.map(|file| (BufWriter::new(file), Timeline::default())),
-        })
+        Ok(Files { report, csv, csv_fault: None, plot: plot.map(|file| (file, Timeline::default())) })
     }
 
     /// Adds a step. A CSV that cannot be written is given up, and [`Files::finish`] says so.
@@ -124,19 +118,22 @@ impl Files {
     ///
     /// # Errors
     /// One line for each file that could not be written.
-    pub(crate) fn finish(mut self, report: &Report) -> anyhow::Result<()> {
+    pub(crate) fn finish(self, report: &Report) -> anyhow::Result<()> {
         let mut faults = Vec::new();
-        if let Some(file) = &mut self.report {
-            let written = serde_json::to_writer_pretty(&mut *file, report).map_err(std::io::Error::from);
-            let written = written.and_then(|()| writeln!(file)).and_then(|()| file.flush());
+        if let Some(mut file) = self.report {
+            let written = serde_json::to_writer_pretty(&mut file, report).map_err(std::io::Error::from);
+            let written = written.and_then(|()| writeln!(file)).and_then(|()| file.finish());
             faults.extend(written.err().map(|why| format!("--report: cannot write: {why}")));
         }
-        let flushed = self.csv.as_mut().map_or(Ok(()), csv::Writer::flush).map_err(csv::Error::from);
-        let fault = self.csv_fault.or(flushed.err());
+        let finished = self.csv.map_or(Ok(()), |csv| {
+            let file = csv.into_inner().map_err(csv::IntoInnerError::into_error)?;
+            file.finish()
+        });
+        let fault = self.csv_fault.or(finished.err().map(csv::Error::from));
         faults.extend(fault.map(|why| format!("--csv: cannot write: {why}")));
-        if let Some((file, timeline)) = &mut self.plot {
+        if let Some((mut file, timeline)) = self.plot {
             let drawn = timeline.svg(&report.name);
-            let written = file.write_all(drawn.as_bytes()).and_then(|()| file.flush());
+            let written = file.write_all(drawn.as_bytes()).and_then(|()| file.finish());
             faults.extend(written.err().map(|why| format!("--plot: cannot write: {why}")));
         }
         if !faults.is_empty() {
@@ -144,8 +141,4 @@ impl Files {
         }
         Ok(())
     }
-}
-
-fn create(path: &Path) -> anyhow::Result<File> {
-    File::create(path).with_context(|| format!("{}: cannot be written", path.display()))
 }

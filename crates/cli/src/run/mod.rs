@@ -58,6 +58,7 @@ use self::runtime::Live;
 use self::scheduler::{Counts, Limits, Scheduler, Tick};
 use crate::exit::Exit;
 use crate::explain::{Prepared, prepare};
+use crate::interrupt::Interrupt;
 use crate::text::{bytes, print, say};
 
 /// Runs the subcommand.
@@ -74,12 +75,17 @@ pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
 fn run(args: &Arguments) -> anyhow::Result<Exit> {
     let prepared = prepare(&args.spec)?;
     prepared.refuse()?;
-    paths::distinct(args, &prepared.spec)?;
+    paths::distinct(args, prepared.trace.as_ref())?;
     // Opened before the work, so that a path that cannot be written is not found out after it.
     let mut files = Files::open(args)?;
+    let interrupt = Interrupt::install().context("cannot take SIGINT and SIGTERM")?;
     if !args.quiet {
         if let Some(note) = &prepared.note {
             say(note);
+        }
+        if let Some(trace) = &prepared.trace {
+            let (path, by) = (trace.path.display(), trace.named_by(&args.spec.set));
+            say(format_args!("trace: {path} (named by {by}, found {})", trace.found));
         }
         let estimate = &prepared.estimate;
         say(format_args!(
@@ -88,7 +94,7 @@ fn run(args: &Arguments) -> anyhow::Result<Exit> {
             foreseen(estimate.most())
         ));
     }
-    let report = drive(args, &prepared, &mut files)?;
+    let report = drive(args, &prepared, &mut files, &interrupt)?;
     // The run is over: whatever of the table and the files cannot be written, the others are.
     let printed = if args.quiet { Ok(()) } else { print(&report.table()) };
     let finished = files.finish(&report);
@@ -98,7 +104,11 @@ fn run(args: &Arguments) -> anyhow::Result<Exit> {
     }
     finished?;
     printed.context("the table: cannot write to stdout")?;
-    Ok(if report.passed() { Exit::Success } else { Exit::CheckFailed })
+    Ok(match interrupt.code().filter(|_| report.interrupted) {
+        _ if !report.passed() => Exit::CheckFailed,
+        Some(code) => Exit::Interrupted(code),
+        None => Exit::Success,
+    })
 }
 
 fn foreseen(total: u128) -> String {
@@ -106,7 +116,12 @@ fn foreseen(total: u128) -> String {
 }
 
 /// Builds the model, runs the workload and reports.
-fn drive(args: &Arguments, prepared: &Prepared, files: &mut Files) -> anyhow::Result<Report> {
+fn drive(
+    args: &Arguments,
+    prepared: &Prepared,
+    files: &mut Files,
+    interrupt: &Interrupt,
+) -> anyhow::Result<Report> {
     let spec = &prepared.spec;
     let workload = spec.workload.as_ref().context("the spec has no workload")?;
     let roof = Roof::measure(prepared.machine.isa, spec.dtype);
@@ -130,7 +145,7 @@ fn drive(args: &Arguments, prepared: &Prepared, files: &mut Files) -> anyhow::Re
     let started = Instant::now();
     let mut computed = 0u64;
     let mut ended = false;
-    while !ended && scheduler.counts().steps < most_steps {
+    while !ended && scheduler.counts().steps < most_steps && interrupt.code().is_none() {
         let (before, clock) = (StepLine::phases(&phases), Instant::now());
         match scheduler.tick(&mut live)? {
             Tick::Done => ended = true,
@@ -147,7 +162,9 @@ fn drive(args: &Arguments, prepared: &Prepared, files: &mut Files) -> anyhow::Re
     bar.finish_and_clear();
     let elapsed_s = started.elapsed().as_secs_f64();
     let stopped_early = !ended && scheduler.unfinished() > 0;
-    let measured = Measured { elapsed_s, computed, stopped_early, roof, memory: live.memory() };
+    // A signal that came while the last request finished has interrupted nothing.
+    let interrupted = stopped_early && interrupt.code().is_some();
+    let measured = Measured { elapsed_s, computed, stopped_early, interrupted, roof, memory: live.memory() };
     Ok(tell(args, prepared, &model, &live, &scheduler, &phases, &measured))
 }
 
@@ -167,6 +184,7 @@ struct Measured {
     elapsed_s: f64,
     computed: u64,
     stopped_early: bool,
+    interrupted: bool,
     roof: Roof,
     memory: Memory,
 }
@@ -184,7 +202,7 @@ fn tell(
     let Counts {
         steps, promoted, replanned, finished, refused, offloads, reloads, restarts, put_off, ..
     } = scheduler.counts();
-    let Measured { elapsed_s, computed, stopped_early, roof, memory } = *measured;
+    let Measured { elapsed_s, computed, stopped_early, interrupted, roof, memory } = *measured;
     let stats = model.kv.store().stats();
     let events = scheduler.events().to_vec();
     let prompt = events.iter().map(|event| match event {
@@ -206,6 +224,12 @@ fn tell(
         schema: report::SCHEMA,
         name: spec.name.clone(),
         spec: prepared.path.display().to_string(),
+        trace: prepared.trace.as_ref().map(|trace| report::Trace {
+            file: trace.path.display().to_string(),
+            named_by: trace.named_by(&args.spec.set),
+            found: trace.found.to_string(),
+        }),
+        interrupted,
         device: prepared.device.to_string(),
         dtype: spec.dtype.to_string(),
         seed: spec.seed,

@@ -3,22 +3,18 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::bail;
-use mstar_core::spec::Spec;
-use mstar_core::spec::workload::WorkloadKind;
 
 use super::args::Arguments;
-use super::workload::trace;
+use super::workload::trace::Located;
 
 /// Checks that `--report`, `--csv` and `--plot` name different files, none of them the spec or its trace. What is no file,
 /// such as `/dev/null`, may be named twice: nothing is lost there.
 ///
 /// # Errors
 /// The two that are one file.
-pub(crate) fn distinct(args: &Arguments, spec: &Spec) -> anyhow::Result<()> {
+pub(crate) fn distinct(args: &Arguments, trace: Option<&Located>) -> anyhow::Result<()> {
     let mut seen: Vec<(&str, PathBuf)> = vec![("the spec", resolved(&args.spec.spec))];
-    if let Some(WorkloadKind::Trace(recorded)) = spec.workload.as_ref().map(|workload| &workload.kind) {
-        seen.push(("the trace", resolved(&trace::locate(&recorded.file, &args.spec.spec)?)));
-    }
+    seen.extend(trace.map(|located| ("the trace", resolved(&located.path))));
     for (option, path) in [("--report", &args.report), ("--csv", &args.csv), ("--plot", &args.plot)] {
         let Some(path) = path else { continue };
         let real = resolved(path);

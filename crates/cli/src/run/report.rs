@@ -18,6 +18,10 @@ pub(crate) struct Report {
     pub(crate) schema: &'static str,
     pub(crate) name: String,
     pub(crate) spec: String,
+    /// The trace that the requests were read from.
+    pub(crate) trace: Option<Trace>,
+    /// Whether a signal ended it before the requests were finished.
+    pub(crate) interrupted: bool,
     pub(crate) device: String,
     pub(crate) dtype: String,
     pub(crate) seed: u64,
@@ -36,6 +40,17 @@ pub(crate) struct Report {
     pub(crate) digest: String,
     pub(crate) refusals: Vec<Refused>,
     pub(crate) events: Vec<Event>,
+}
+
+/// The trace of a workload.
+#[derive(Debug, Serialize)]
+pub(crate) struct Trace {
+    /// The file that was read.
+    pub(crate) file: String,
+    /// Who named it: `the spec` or `--set`.
+    pub(crate) named_by: &'static str,
+    /// Where that name was found.
+    pub(crate) found: String,
 }
 
 /// Where it ran.
@@ -182,8 +197,10 @@ impl Report {
         out.push_str(&wrap("", &title));
         if self.steps.stopped_early {
             let text = format!(
-                "stopped after {} steps; {} requests are unfinished",
-                self.steps.total, self.requests.unfinished
+                "{} after {} steps; {} requests are unfinished",
+                if self.interrupted { "interrupted" } else { "stopped" },
+                self.steps.total,
+                self.requests.unfinished
             );
             out.push_str(&wrap("", &text));
         }
@@ -387,6 +404,8 @@ pub(super) mod tests {
             schema: SCHEMA,
             name: "a-spec-with-a-rather-long-name".into(),
             spec: "specs/x.yaml".into(),
+            trace: None,
+            interrupted: false,
             device: "cpu".into(),
             dtype: "bf16".into(),
             seed: 7,

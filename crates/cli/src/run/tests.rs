@@ -212,7 +212,7 @@ fn ran(sets: &[&str], wrong: Option<Wrong>) -> Ran {
     let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
     let spec = Spec::from_yaml(SPEC.as_bytes(), &sets, "small").unwrap_or_else(|e| panic!("{e}"));
     let workload = spec.workload.as_ref().unwrap();
-    let requests = workload::load(workload, spec.seed, "specs/small.yaml".as_ref()).unwrap();
+    let requests = workload::load(workload, spec.seed, None).unwrap();
     let heads = spec.model.num_qo_heads;
     let served: Vec<Served> = spec
         .attentions()

@@ -3,8 +3,8 @@
 use super::node::clip;
 use super::{Faults, Fields, Node, keys, scalar};
 
-/// Tokens of one prompt, context or output.
-const MAX_LEN: u64 = i32::MAX as u64;
+/// The most tokens of one prompt, context or output: the positions of both together are 32-bit.
+pub const MAX_LEN: u64 = i32::MAX as u64 / 2;
 /// Requests of a run.
 const MAX_REQUESTS: u64 = 1_000_000;
 

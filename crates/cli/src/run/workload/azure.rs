@@ -12,7 +12,7 @@
 
 use std::io::BufRead;
 
-use super::trace::{Lines, Recorded, TraceError, checked_len};
+use super::trace::{Lines, Place, Recorded, TraceError, checked_len};
 use crate::run::content::{Run, Source};
 
 /// A prompt that no other request has.
@@ -70,7 +70,9 @@ pub(crate) fn read(
         };
         let (prompt_len, output_len) = (count(context, 1)?, count(generated, 0)?);
         let arrival_ms = (nanoseconds - *first.get_or_insert(nanoseconds)) as f64 / 1e6;
-        all.push(Recorded { arrival_ms, prompt_len, output_len, hash_ids: Vec::new() });
+        let place =
+            Place { line: lines.number(), prompt: row[context].column, output: row[generated].column };
+        all.push(Recorded { arrival_ms, prompt_len, output_len, hash_ids: Vec::new(), place });
     }
     Ok(all)
 }

@@ -16,13 +16,14 @@ pub(crate) mod trace;
 
 use std::path::Path;
 
+use anyhow::Context;
 use mstar_core::spec::workload::{WorkloadKind, WorkloadSpec};
 use mstar_core::{Label, RequestId};
 
 use super::content::Run;
 
-/// The longest prompt or output of one request: positions are 32-bit.
-pub(crate) const MAX_TOKENS: usize = i32::MAX as usize / 2;
+/// The longest prompt or output of one request, as a spec's reader has it.
+pub(crate) const MAX_TOKENS: usize = mstar_core::spec::workload::MAX_LEN as usize;
 
 /// What comes after the prompt, step by step.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -114,14 +115,32 @@ impl RequestPlan {
     }
 }
 
-/// The requests of a workload, in the order in which they arrive.
+/// The trace that a workload is read from, found; `None` for requests that are drawn.
 ///
 /// # Errors
-/// A trace that cannot be found or read: the message names file, line and column.
-pub(crate) fn load(spec: &WorkloadSpec, seed: u64, spec_path: &Path) -> anyhow::Result<Vec<RequestPlan>> {
+/// No such file, and where it was looked for.
+pub(crate) fn locate(spec: &WorkloadSpec, spec_path: &Path) -> anyhow::Result<Option<trace::Located>> {
+    match &spec.kind {
+        WorkloadKind::Trace(recorded) => trace::locate(&recorded.file, spec_path).map(Some),
+        _ => Ok(None),
+    }
+}
+
+/// The requests of a workload, in the order in which they arrive; `located` is what [`locate`] found.
+///
+/// # Errors
+/// A trace that cannot be read: the message names file, line and column.
+pub(crate) fn load(
+    spec: &WorkloadSpec,
+    seed: u64,
+    located: Option<&trace::Located>,
+) -> anyhow::Result<Vec<RequestPlan>> {
     let mut requests = match &spec.kind {
         WorkloadKind::Synthetic(synthetic) => synthetic::requests(synthetic, seed),
-        WorkloadKind::Trace(recorded) => trace::requests(recorded, spec_path)?,
+        WorkloadKind::Trace(recorded) => {
+            let located = located.context("the trace was not looked for")?;
+            trace::requests(recorded, &located.path)?
+        }
         other => anyhow::bail!("workload.kind: this program cannot run {other:?}"),
     };
     // A stable sort: requests of one instant keep the order of their file.

@@ -14,7 +14,7 @@ use std::io::BufRead;
 
 use serde::Deserialize;
 
-use super::trace::{Lines, Recorded, TraceError, checked_len};
+use super::trace::{Lines, Place, Recorded, TraceError, checked_len};
 use crate::run::content::{Run, Source};
 
 /// One line as it is written.
@@ -81,6 +81,7 @@ pub(crate) fn read(
             arrival_ms: request.timestamp,
             prompt_len,
             output_len,
+            place: Place { line: lines.number(), prompt: at("input_length"), output: at("output_length") },
             hash_ids: request.hash_ids,
         });
     }

@@ -44,6 +44,19 @@ pub(crate) struct Recorded {
     pub(crate) output_len: usize,
     /// One id a block of `block_tokens` prompt tokens; empty where the trace says nothing of content.
     pub(crate) hash_ids: Vec<u64>,
+    /// Where it stands.
+    pub(crate) place: Place,
+}
+
+/// Where a request's lengths stand in their file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Place {
+    /// Line, from 1.
+    pub(crate) line: u64,
+    /// Column of the prompt's length, in bytes from 1.
+    pub(crate) prompt: usize,
+    /// Column of the output's.
+    pub(crate) output: usize,
 }
 
 /// Lines of a trace, numbered, bounded in length.
@@ -62,6 +75,11 @@ impl<R: BufRead> Lines<R> {
     /// An error about the line read last.
     pub(crate) fn error(&self, column: usize, why: impl Into<String>) -> TraceError {
         TraceError { file: self.path.clone(), line: self.number.max(1), column, why: why.into() }
+    }
+
+    /// The number of the line read last, from 1.
+    pub(crate) fn number(&self) -> u64 {
+        self.number
     }
 
     /// The next line that is not blank, without its end; `None` at the end of the file.
@@ -89,39 +107,80 @@ impl<R: BufRead> Lines<R> {
     }
 }
 
+/// A trace's file, and how it was found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Located {
+    /// The file.
+    pub(crate) path: PathBuf,
+    /// Where.
+    pub(crate) found: Found,
+}
+
+/// Where a trace's name led.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Found {
+    /// To the file itself.
+    AsNamed,
+    /// Into `$MSTAR_DATA`.
+    Data,
+    /// Into the `data` folder beside the spec; whether `$MSTAR_DATA` was looked into before.
+    BesideSpec { data_lacks_it: bool },
+}
+
+impl fmt::Display for Found {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Found::AsNamed => "as named",
+            Found::Data => "in MSTAR_DATA",
+            Found::BesideSpec { data_lacks_it: false } => "in data beside the spec",
+            Found::BesideSpec { data_lacks_it: true } => {
+                "in data beside the spec; MSTAR_DATA does not have it"
+            }
+        })
+    }
+}
+
+impl Located {
+    /// Who named it, given the assignments of `--set`.
+    pub(crate) fn named_by(&self, sets: &[String]) -> &'static str {
+        let ours = |set: &String| set.split('=').next().is_some_and(|key| key.trim() == "workload.file");
+        if sets.iter().any(ours) { "--set" } else { "the spec" }
+    }
+}
+
 /// Where the trace lies: `file` itself when it names a directory or exists, else in `$MSTAR_DATA`, else in the
 /// `data` directory beside the spec.
-pub(crate) fn locate(file: &str, spec_path: &Path) -> anyhow::Result<PathBuf> {
+pub(crate) fn locate(file: &str, spec_path: &Path) -> anyhow::Result<Located> {
     let named = Path::new(file);
-    let mut tried = vec![named.to_path_buf()];
+    let mut tried = vec![(named.to_path_buf(), Found::AsNamed)];
     if named.components().count() <= 1 {
         let data = std::env::var_os("MSTAR_DATA").filter(|dir| !dir.is_empty());
         if let Some(dir) = data.as_ref().map(Path::new) {
             // Whoever asks for the public traces must not be given the small ones for a slip of the pen.
             anyhow::ensure!(dir.is_dir(), "MSTAR_DATA: {} is not a directory", dir.display());
-            tried.push(dir.join(named));
+            tried.push((dir.join(named), Found::Data));
         }
-        tried.push(spec_path.parent().unwrap_or(Path::new("")).join("data").join(named));
+        let beside = spec_path.parent().unwrap_or(Path::new("")).join("data").join(named);
+        tried.push((beside, Found::BesideSpec { data_lacks_it: data.is_some() }));
     }
-    if let Some(found) = tried.iter().find(|path| path.is_file()) {
-        return Ok(found.clone());
+    if let Some((path, found)) = tried.iter().find(|(path, _)| path.is_file()) {
+        return Ok(Located { path: path.clone(), found: *found });
     }
-    let tried: Vec<_> = tried.iter().map(|path| path.display().to_string()).collect();
+    let tried: Vec<_> = tried.iter().map(|(path, _)| path.display().to_string()).collect();
     anyhow::bail!(
         "workload.file: no trace at {}; set MSTAR_DATA to the directory that holds it, or --set workload.file=PATH",
         tried.join(", nor at ")
     )
 }
 
-/// The requests of a recorded trace, scaled as the spec says.
-pub(crate) fn requests(spec: &TraceSpec, spec_path: &Path) -> anyhow::Result<Vec<RequestPlan>> {
-    let path = locate(&spec.file, spec_path)?;
-    let file = File::open(&path).map_err(|e| anyhow::anyhow!("{}: cannot open: {e}", path.display()))?;
-    let recorded = read(BufReader::new(file), &path, spec)?;
+/// The requests of the recorded trace in `path`, scaled as the spec says.
+pub(crate) fn requests(spec: &TraceSpec, path: &Path) -> anyhow::Result<Vec<RequestPlan>> {
+    let file = File::open(path).map_err(|e| anyhow::anyhow!("{}: cannot open: {e}", path.display()))?;
+    let recorded = read(BufReader::new(file), path, spec)?;
     if recorded.is_empty() {
         anyhow::bail!("{}: no request after the first {} (workload.skip)", path.display(), spec.skip);
     }
-    plan(&recorded, spec)
+    plan(&recorded, path, spec)
 }
 
 /// Reads the requests that the spec takes of `input`; lines after the last of them are not looked at.
@@ -157,7 +216,10 @@ pub(crate) fn checked_len(len: u64) -> Result<usize, String> {
 }
 
 /// Scales lengths and times, and gives every prompt its content.
-fn plan(recorded: &[Recorded], spec: &TraceSpec) -> anyhow::Result<Vec<RequestPlan>> {
+///
+/// # Errors
+/// A scale that cuts blocks into parts of tokens, or makes a request longer than one may be: with its place in `path`.
+fn plan(recorded: &[Recorded], path: &Path, spec: &TraceSpec) -> anyhow::Result<Vec<RequestPlan>> {
     let block = spec.block_tokens as f64 * spec.length_scale;
     if recorded.iter().any(|request| !request.hash_ids.is_empty()) && (block < 1.0 || block.fract() != 0.0) {
         anyhow::bail!(
@@ -166,18 +228,27 @@ fn plan(recorded: &[Recorded], spec: &TraceSpec) -> anyhow::Result<Vec<RequestPl
             spec.block_tokens
         );
     }
-    let scale = |len: usize| ((len as f64 * spec.length_scale).ceil() as usize).clamp(1, MAX_TOKENS);
+    let scale = |len: usize, line: u64, column: usize| -> anyhow::Result<usize> {
+        // At most 2^30 times 1000: exact, and far from overflow.
+        let scaled = (len as f64 * spec.length_scale).ceil().max(1.0) as u64;
+        checked_len(scaled).map_err(|why| {
+            let why = format!("{len} tokens with workload.length_scale {}: {why}", spec.length_scale);
+            TraceError { file: path.to_path_buf(), line, column, why }.into()
+        })
+    };
     let plans = recorded.iter().enumerate().map(|(index, request)| {
         let ordinal = (spec.skip + index) as u64;
-        let prompt_len = scale(request.prompt_len);
+        let Place { line, prompt, output } = request.place;
+        let prompt_len = scale(request.prompt_len, line, prompt)?;
+        let output_len = scale(request.output_len, line, output)?;
         let prompt = if request.hash_ids.is_empty() {
             vec![azure::content(ordinal, prompt_len)]
         } else {
             mooncake::content(&request.hash_ids, prompt_len, block as usize)
         };
-        RequestPlan::new(ordinal, request.arrival_ms * spec.time_scale, prompt, scale(request.output_len))
+        Ok(RequestPlan::new(ordinal, request.arrival_ms * spec.time_scale, prompt, output_len))
     });
-    Ok(plans.collect())
+    plans.collect()
 }
 
 #[cfg(test)]
@@ -226,16 +297,49 @@ pub(super) mod tests {
             prompt_len,
             output_len,
             hash_ids: ids.to_vec(),
+            place: Place::default(),
         };
         let spec = TraceSpec { length_scale: 1.0 / 16.0, time_scale: 0.5, ..spec(TraceFormat::Auto) };
-        let plans = plan(&[recorded(513, 1, &[7, 8]), recorded(3, 33, &[])], &spec).unwrap();
+        let plans = plan(&[recorded(513, 1, &[7, 8]), recorded(3, 33, &[])], Path::new("t"), &spec).unwrap();
         assert_eq!(plans[0].prompt.iter().map(|run| run.len).collect::<Vec<_>>(), [32, 1]);
         assert_eq!((plans[0].output_len, plans[0].arrival_ms), (1, 4.0));
         assert_eq!((plans[1].prompt_len(), plans[1].output_len), (1, 3));
         let broken = TraceSpec { length_scale: 0.1, ..spec };
         assert!(
-            plan(&[recorded(513, 1, &[7, 8])], &broken).unwrap_err().to_string().contains("length_scale")
+            plan(&[recorded(513, 1, &[7, 8])], Path::new("t"), &broken)
+                .unwrap_err()
+                .to_string()
+                .contains("length_scale")
         );
+    }
+
+    #[test]
+    fn f36_a_length_scaled_past_what_a_request_may_have_is_refused_with_its_place() {
+        let csv = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,10,2\n\n2023-11-16 18:17:04,2000000,2\n";
+        let jsonl =
+            "{\"timestamp\": 5, \"input_length\": 3, \"output_length\": 2000000, \"hash_ids\": [1]}\n";
+        for (text, line, column) in [(csv, 4, 21), (jsonl, 1, 37)] {
+            let spec = TraceSpec { length_scale: 1000.0, ..spec(TraceFormat::Auto) };
+            let all = read(text.as_bytes(), Path::new("t"), &spec).unwrap();
+            let e = plan(&all, Path::new("t"), &spec).unwrap_err().to_string();
+            assert!(e.starts_with(&format!("t (line {line}, column {column}): 2000000 tokens")), "{e}");
+            assert!(e.contains("length_scale 1000: 2000000000 tokens are more than the 1073741823"), "{e}");
+        }
+    }
+
+    #[test]
+    fn who_named_a_trace_and_where_it_was_found_is_known() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("data")).unwrap();
+        let trace = dir.path().join("data/t.csv");
+        std::fs::write(&trace, "x").unwrap();
+        let found = locate("t.csv", &dir.path().join("x.yaml")).unwrap();
+        assert_eq!(found.path, trace);
+        assert!(found.found.to_string().starts_with("in data beside the spec"));
+        let named = locate(trace.to_str().unwrap(), Path::new("x.yaml")).unwrap();
+        assert_eq!(named.found, Found::AsNamed);
+        assert_eq!(named.named_by(&["workload.file=a=b".into()]), "--set");
+        assert_eq!(named.named_by(&["workload.requests=3".into()]), "the spec");
     }
 
     #[test]

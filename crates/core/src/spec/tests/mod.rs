@@ -483,7 +483,7 @@ fn a_workload_is_checked() {
     check(
         "prompt_len: { uniform: [16, 64] }",
         "prompt_len: 0",
-        "s.yaml:33:15: workload.prompt_len: expected a whole number from 1 to 2147483647, got 0",
+        "s.yaml:33:15: workload.prompt_len: expected a whole number from 1 to 1073741823, got 0",
     );
     check(
         "prompt_len: { uniform: [16, 64] }",
