@@ -52,33 +52,33 @@
 //!
 //! | room | what is in it |
 //! | --- | --- |
-//! | `plan` | [`Plan`], its options, capacity and cache key |
 //! | `run` | [`run`]: one layer; [`run_in`]: the same in a foreign workspace |
-//! | `workspace` | [`Workspace`]: scratch sized by the plan's need |
-//! | `hidden` | [`select_last_hidden`]: each row's last query token |
 //! | `manager` | [`PagedAttention`]: the same as a resource of a spec |
 //! | `cross` | [`CrossAttention`]: queries of one sequence over a context written once |
+//!
+//! [`Plan`], its options, [`Workspace`] and [`select_last_hidden`] are those of `mstar_kernels::plan`.
 
 #![forbid(unsafe_code)]
 
 mod cross;
-mod error;
-mod hidden;
 mod manager;
-mod plan;
 #[cfg(test)]
 mod rig;
 mod run;
-mod workspace;
 
 pub use cross::{CrossAttention, CrossFactory, CrossOptions};
-pub use error::{Error, Result};
-pub use hidden::select_last_hidden;
 pub use manager::{
     EagerSlotKey, PagedAttention, PagedFactory, PagedOptions, PlanCounts, WorkspacePool, workspace_bound,
 };
 pub use mstar_kernels::paged::{Family, Geometry, MAX_HEAD_DIM, Mask, MaskEntries, PageTable, Variant};
-pub use mstar_kernels::{DType, Device, Stream, TensorMut, TensorRef};
-pub use plan::{Capacity, Plan, PlanCacheKey, PlanOptions, Planned, Schedule};
+pub use mstar_kernels::plan::{
+    Capacity, Heads, PlanOptions, Planned, Schedule, Workspace, select_last_hidden,
+};
+pub use mstar_kernels::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
 pub use run::{Inputs, Outputs, run, run_in};
-pub use workspace::Workspace;
+
+/// A checked batch over keys and values a head, cut into work.
+pub type Plan = mstar_kernels::plan::Plan<Heads>;
+
+/// Everything that a [`Plan`] is made of.
+pub type PlanCacheKey<'a> = mstar_kernels::plan::PlanCacheKey<'a, Heads>;

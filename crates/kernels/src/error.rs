@@ -111,6 +111,16 @@ pub enum Error {
         /// Bytes available.
         available: usize,
     },
+    /// A batch is larger than its plan was made to hold.
+    #[error("{what}: the plan was made for at most {capacity}, the batch has {got}; use a larger bucket")]
+    Capacity {
+        /// What there is too much of: rows, tokens or pages.
+        what: &'static str,
+        /// The most that fits.
+        capacity: usize,
+        /// What came.
+        got: usize,
+    },
     /// Memory could not be had.
     #[error("cannot allocate {bytes} bytes on {device}")]
     OutOfMemory {

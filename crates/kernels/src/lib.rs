@@ -13,6 +13,7 @@
 //! | [`cpu`] | the fast CPU kernels, behind one run-time probe of the instruction set |
 //! | [`cuda`], [`cards`] | the CUDA driver, asked what is there; refuses plainly in a build without it |
 //! | `paged` | paged attention's safe entry: geometry, variant, tables, schedule, the call |
+//! | `plan` | a batch checked once and cut into a work list, made again in place; workspaces |
 //! | `work` | the flat work list that CPU and CUDA executors share |
 //! | [`lse`] | merging partial attention results |
 //! | [`synth`] | the synthetic Q, K and V that any row can be rebuilt from |
@@ -32,6 +33,8 @@ pub mod lse;
 pub mod mutant;
 #[cfg(feature = "paged")]
 pub mod paged;
+#[cfg(feature = "paged")]
+pub mod plan;
 pub mod reference;
 pub mod stream;
 pub mod synth;

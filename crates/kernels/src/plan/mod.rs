@@ -1,77 +1,81 @@
-//! Plans: a batch checked once and cut into work.
+//! Plans: a batch checked once and cut into work, whatever a slot of its pages holds.
+//!
+//! A [`Plan`] owns a [`WorkList`] and what it was made of; what kind of pages it attends is its type ([`Kernel`]). It
+//! knows no request and no step: those that do keep plans, and a [`Workspace`] for each.
+//!
+//! | room | what is in it |
+//! | --- | --- |
+//! | `options` | [`PlanOptions`], [`Capacity`], what making a plan again did |
+//! | `heads` | the kind of plan over keys and values a head |
+//! | `workspace` | [`Workspace`]: scratch sized by the plan's need |
+//! | `hidden` | [`select_last_hidden`]: each row's last query token |
 
-use mstar_kernels::paged::{ScheduleOptions, schedule, workspace_bytes};
-use mstar_kernels::work::{DIRECT, WorkList};
+mod heads;
+mod hidden;
+mod options;
+mod workspace;
 
-use crate::{Error, Geometry, PageTable, Result, Variant};
+use std::fmt::Debug;
 
-/// How far the schedule may go for speed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Schedule {
-    /// A row's bits depend on the row alone.
-    #[default]
-    Invariant,
-    /// A row's bits may depend on the batch, where that is faster. No CPU kernel gains by it, so that on the CPU
-    /// this is the same schedule.
-    Throughput,
-}
+pub use heads::Heads;
+pub use hidden::select_last_hidden;
+pub use options::{Capacity, PlanOptions, Planned, Schedule};
+pub use workspace::Workspace;
 
-/// The largest batch that a plan will hold, for captured graphs and their CPU twin: buffers then never move.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Capacity {
-    /// Rows.
-    pub rows: usize,
-    /// Query tokens. Batches with fewer are padded to it: `q` and the outputs always have this many, and the padded
-    /// ones yield 0 and `-inf`.
-    pub tokens: usize,
-    /// Page-table entries.
-    pub pages: usize,
-}
+use crate::paged::{PageTable, ScheduleOptions};
+use crate::work::{DIRECT, WorkList};
+use crate::{Error, Result};
 
-/// Choices of a plan that change no result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PlanOptions {
-    /// How far the schedule may go for speed.
-    pub schedule: Schedule,
-    /// Threads that a run may use; 0 stands for the rayon pool that plans.
-    pub workers: usize,
-    /// Whether keys that rows share are read once for all of them.
-    pub cascade: bool,
-    /// A fixed shape to pad to; `None` plans each batch as it is.
-    pub capacity: Option<Capacity>,
-}
+/// What a slot of the pages holds, and so what a layer's shapes and arithmetic are and how its batches are cut.
+pub trait Kernel: Copy + Debug {
+    /// The layer's shapes and element types.
+    type Geometry: Copy + PartialEq + Debug;
+    /// The layer's arithmetic.
+    type Variant: Copy + PartialEq + Debug;
 
-impl Default for PlanOptions {
-    fn default() -> PlanOptions {
-        PlanOptions { schedule: Schedule::Invariant, workers: 0, cascade: true, capacity: None }
-    }
+    /// Checks a batch and writes its work into `list`, whose memory is used again.
+    ///
+    /// # Errors
+    /// A geometry, variant or table that is refused; `list` is then as it was.
+    fn schedule(
+        geometry: &Self::Geometry,
+        variant: &Self::Variant,
+        table: &PageTable<'_>,
+        options: &ScheduleOptions,
+        list: &mut WorkList,
+    ) -> Result<()>;
+
+    /// Whether `list` is that of this batch, compared in full. A custom mask counts as another batch, and so does a table
+    /// that would be refused.
+    fn is_for(
+        list: &WorkList,
+        geometry: &Self::Geometry,
+        variant: &Self::Variant,
+        table: &PageTable<'_>,
+    ) -> bool;
+
+    /// Bytes of scratch that attending a list needs with up to `workers` threads.
+    fn workspace_bytes(list: &WorkList, workers: usize) -> usize;
 }
 
 /// Everything that a plan is made of. A plan whose key has not changed need not be made again.
 #[derive(Clone, Copy, Debug)]
-pub struct PlanCacheKey<'a> {
+pub struct PlanCacheKey<'a, K: Kernel> {
     /// The layer's shapes.
-    pub geometry: &'a Geometry,
+    pub geometry: &'a K::Geometry,
     /// The layer's arithmetic.
-    pub variant: &'a Variant,
+    pub variant: &'a K::Variant,
     /// The batch.
     pub table: &'a PageTable<'a>,
     /// The plan's choices.
     pub options: &'a PlanOptions,
 }
 
-/// What [`Plan::replan`] did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Planned {
-    /// Nothing: the plan was already that of these inputs.
-    Unchanged,
-    /// Made the plan of these inputs.
-    Changed,
-}
-
 /// A checked batch, cut into work for one device. It owns what it needs: the table may go.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct Plan<K: Kernel> {
+    geometry: K::Geometry,
+    variant: K::Variant,
     work: WorkList,
     options: PlanOptions,
     workers: usize,
@@ -80,19 +84,21 @@ pub struct Plan {
     last_tokens: Vec<i64>,
 }
 
-impl Plan {
+impl<K: Kernel> Plan<K> {
     /// Checks and plans a batch.
     ///
     /// # Errors
-    /// What [`Geometry::check`], [`Variant::check`] and [`PageTable::check`] refuse, naming the array, the row and
-    /// the value; a batch larger than the capacity.
+    /// A geometry, variant or table that is refused, with the parameter, or the array, the row and the value; a batch
+    /// larger than the capacity.
     pub fn new(
-        geometry: &Geometry,
-        variant: &Variant,
+        geometry: &K::Geometry,
+        variant: &K::Variant,
         table: &PageTable<'_>,
         options: &PlanOptions,
-    ) -> Result<Plan> {
+    ) -> Result<Plan<K>> {
         let mut plan = Plan {
+            geometry: *geometry,
+            variant: *variant,
             work: WorkList::default(),
             options: *options,
             workers: 0,
@@ -106,7 +112,7 @@ impl Plan {
                 let why =
                     "index arrays are 32-bit: each of rows, tokens and pages stays below 2147483647".into();
                 let got = largest.to_string();
-                return Err(mstar_kernels::Error::Parameter { name: "capacity", why, got }.into());
+                return Err(Error::Parameter { name: "capacity", why, got });
             }
             plan.work.reserve(capacity.rows + 1, capacity.pages);
             plan.last_tokens.reserve(capacity.rows);
@@ -122,8 +128,8 @@ impl Plan {
     /// As [`Plan::new`]; the plan is then as it was.
     pub fn replan(
         &mut self,
-        geometry: &Geometry,
-        variant: &Variant,
+        geometry: &K::Geometry,
+        variant: &K::Variant,
         table: &PageTable<'_>,
         options: &PlanOptions,
     ) -> Result<Planned> {
@@ -136,14 +142,14 @@ impl Plan {
 
     /// Whether this is the plan of these inputs. Compared in full, never by a hash; a table with a custom mask
     /// counts as changed.
-    pub fn is_current(&self, key: &PlanCacheKey<'_>) -> bool {
-        key.options == &self.options && self.work.is_for(key.geometry, key.variant, key.table)
+    pub fn is_current(&self, key: &PlanCacheKey<'_, K>) -> bool {
+        key.options == &self.options && K::is_for(&self.work, key.geometry, key.variant, key.table)
     }
 
     fn make(
         &mut self,
-        geometry: &Geometry,
-        variant: &Variant,
+        geometry: &K::Geometry,
+        variant: &K::Variant,
         table: &PageTable<'_>,
         options: &PlanOptions,
     ) -> Result<()> {
@@ -164,10 +170,11 @@ impl Plan {
         let workers = if options.workers == 0 { rayon::current_num_threads() } else { options.workers };
         let pad_to = options.capacity.map(|capacity| capacity.tokens);
         let how = ScheduleOptions { workers, cascade: options.cascade, pad_to };
-        schedule(geometry, variant, table, &how, &mut self.work)?;
+        K::schedule(geometry, variant, table, &how, &mut self.work)?;
+        (self.geometry, self.variant) = (*geometry, *variant);
         self.options = *options;
         self.workers = workers;
-        self.workspace_bytes = workspace_bytes(&self.work, workers);
+        self.workspace_bytes = K::workspace_bytes(&self.work, workers);
         self.rows = rows;
         self.last_tokens.clear();
         self.last_tokens.extend(
@@ -181,13 +188,13 @@ impl Plan {
     }
 
     /// The shapes planned for.
-    pub fn geometry(&self) -> &Geometry {
-        self.work.geometry()
+    pub fn geometry(&self) -> &K::Geometry {
+        &self.geometry
     }
 
     /// The arithmetic planned for. There is no way to give a run another.
-    pub fn variant(&self) -> &Variant {
-        self.work.variant()
+    pub fn variant(&self) -> &K::Variant {
+        &self.variant
     }
 
     /// The choices made.

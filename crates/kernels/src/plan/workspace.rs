@@ -1,8 +1,8 @@
 //! Scratch memory for runs, sized by what a plan needs.
 
-use mstar_kernels::{Buffer, DType, TensorMut};
+use crate::{Buffer, DType, Result, TensorMut};
 
-use crate::{Plan, Result};
+use super::{Kernel, Plan};
 
 /// Scratch for one run at a time. Its content means nothing between runs, so one serves many plans in turn.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ impl Workspace {
     ///
     /// # Errors
     /// When the memory cannot be had.
-    pub fn for_plan(plan: &Plan) -> Result<Workspace> {
+    pub fn for_plan<K: Kernel>(plan: &Plan<K>) -> Result<Workspace> {
         Workspace::with_bytes(plan.workspace_bytes())
     }
 
@@ -32,8 +32,15 @@ impl Workspace {
     ///
     /// # Errors
     /// When the memory cannot be had; the workspace is then as it was.
-    pub fn reserve(&mut self, plan: &Plan) -> Result<bool> {
-        let needed = plan.workspace_bytes();
+    pub fn reserve<K: Kernel>(&mut self, plan: &Plan<K>) -> Result<bool> {
+        self.reserve_bytes(plan.workspace_bytes())
+    }
+
+    /// As [`Workspace::reserve`], for a need that the caller knows.
+    ///
+    /// # Errors
+    /// As [`Workspace::reserve`].
+    pub fn reserve_bytes(&mut self, needed: usize) -> Result<bool> {
         if needed <= self.buffer.len() {
             return Ok(false);
         }
@@ -46,8 +53,12 @@ impl Workspace {
         self.buffer.len()
     }
 
-    pub(crate) fn view(&mut self) -> Result<TensorMut<'_>> {
+    /// `[n]` u8: all of it.
+    ///
+    /// # Errors
+    /// Never for a value in hand; the view is checked like any other.
+    pub fn view(&mut self) -> Result<TensorMut<'_>> {
         let bytes = self.buffer.len();
-        Ok(self.buffer.tensor_mut(0, DType::U8, &[bytes])?)
+        self.buffer.tensor_mut(0, DType::U8, &[bytes])
     }
 }
