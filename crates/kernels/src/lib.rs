@@ -27,6 +27,8 @@ pub mod cuda;
 #[path = "cuda_off.rs"]
 pub mod cuda;
 pub mod device;
+#[cfg(feature = "dsa")]
+pub mod dsa;
 pub mod dtype;
 pub mod error;
 pub mod lse;

@@ -13,6 +13,8 @@ pub mod address;
 #[cfg(any(feature = "paged", feature = "mla"))]
 pub(crate) mod arena;
 pub mod copy;
+#[cfg(feature = "dsa")]
+pub(crate) mod dsa;
 pub mod gather;
 pub mod isa;
 #[cfg(feature = "paged")]

@@ -159,7 +159,7 @@ pub(crate) fn apart(name: &'static str, tensor: &TensorMut<'_>) -> Result<()> {
 }
 
 /// The stream's device must be the CPU.
-pub(super) fn on_cpu(operation: &'static str, stream: &crate::Stream) -> Result<()> {
+pub(crate) fn on_cpu(operation: &'static str, stream: &crate::Stream) -> Result<()> {
     match stream.device() {
         Device::Cpu => Ok(()),
         device => {

@@ -1,0 +1,118 @@
+//! Queries and keys as the multiplication reads them.
+
+use half::{bf16, f16};
+
+use super::body::{BLOCK, Body};
+use super::exec::Call;
+use crate::cpu::address::token_offset;
+use crate::dsa::{KeyFormat, e4m3_to_f32};
+use crate::{DType, TensorRef};
+
+/// One request's keys, as addresses.
+pub(super) struct Keys<'a> {
+    base: *const u8,
+    pages: &'a [i32],
+    page_start: usize,
+    page_size: usize,
+    /// Bytes from one page, and from one slot, to the next.
+    page_stride: u64,
+    slot_stride: u64,
+    format: KeyFormat,
+}
+
+impl<'a> Keys<'a> {
+    pub(super) fn new(call: &Call<'a>, request: usize) -> Keys<'a> {
+        let (strides, size) = (call.keys.strides(), call.keys.dtype().size());
+        Keys {
+            base: call.keys.as_ptr(),
+            pages: call.table.pages(request),
+            page_start: call.table.page_start[request] as usize,
+            page_size: call.keys.shape()[1],
+            page_stride: (strides[0] * size) as u64,
+            slot_stride: (strides[1] * size) as u64,
+            format: call.format,
+        }
+    }
+
+    /// Where keys `first..end` start; null past `end`.
+    fn locate(&self, first: usize, end: usize) -> [*const u8; BLOCK] {
+        let mut rows = [std::ptr::null(); BLOCK];
+        let offset = self.page_start + first;
+        let (mut page, mut slot) = (offset / self.page_size, offset % self.page_size);
+        for row in &mut rows[..BLOCK.min(end - first)] {
+            if slot == self.page_size {
+                (page, slot) = (page + 1, 0);
+            }
+            let at = token_offset(self.pages[page] as u32, slot as u32, self.page_stride, self.slot_stride);
+            *row = self.base.wrapping_add(at as usize);
+            slot += 1;
+        }
+        rows
+    }
+}
+
+/// Packs the heads of a row: `[Hi, depth]` words.
+///
+/// # Safety
+/// `q` is `[T, Hi, Di]` of a float type with contiguous lanes, on the CPU, and `row` is below `T`.
+pub(super) unsafe fn queries(q: &TensorRef<'_>, row: usize, pairs: bool, out: &mut [u32]) {
+    let (heads, width, size) = (q.shape()[1], q.shape()[2], q.dtype().size());
+    for (head, out) in out.chunks_exact_mut(out.len() / heads).enumerate() {
+        let at = (row * q.strides()[0] + head * q.strides()[1]) * size;
+        let from = q.as_ptr().wrapping_add(at);
+        // SAFETY: `width` lanes start there.
+        let lane = |lane: usize| unsafe {
+            match q.dtype() {
+                DType::Bf16 => from.cast::<bf16>().add(lane).read_unaligned().to_f32(),
+                DType::F16 => from.cast::<f16>().add(lane).read_unaligned().to_f32(),
+                _ => from.cast::<f32>().add(lane).read_unaligned(),
+            }
+        };
+        words(width, pairs, lane, |step, word| out[step] = word);
+    }
+}
+
+/// Packs keys `first..` as `[depth, BLOCK]` words, zeros past `end`, and their scales.
+///
+/// # Safety
+/// Keys up to `end` lie in pages of the pool, each of `width` lanes in its format.
+pub(super) unsafe fn keys(
+    body: &Body,
+    keys: &Keys<'_>,
+    first: usize,
+    end: usize,
+    width: usize,
+    out: &mut [u32],
+    scales: &mut [f32],
+) {
+    for (key, from) in keys.locate(first, end).into_iter().enumerate() {
+        if from.is_null() {
+            out[key..].iter_mut().step_by(BLOCK).for_each(|word| *word = 0);
+            scales[key] = 1.0;
+            continue;
+        }
+        // SAFETY: `width` lanes start there.
+        let lane = |lane: usize| unsafe {
+            match keys.format {
+                KeyFormat::F32 => from.cast::<f32>().add(lane).read_unaligned(),
+                KeyFormat::Bf16 => from.cast::<bf16>().add(lane).read_unaligned().to_f32(),
+                KeyFormat::F16 => from.cast::<f16>().add(lane).read_unaligned().to_f32(),
+                KeyFormat::Fp8 => e4m3_to_f32(from.add(lane).read()),
+            }
+        };
+        words(width, body.pairs, lane, |step, word| out[step * BLOCK + key] = word);
+        if keys.format == KeyFormat::Fp8 {
+            // SAFETY: an fp8 key is `width` bytes and then its scale.
+            scales[key] = unsafe { from.add(width).cast::<f32>().read_unaligned() };
+        }
+    }
+}
+
+/// The words of a vector: one lane each, or two as bf16.
+fn words(width: usize, pairs: bool, lane: impl Fn(usize) -> f32, mut put: impl FnMut(usize, u32)) {
+    if !pairs {
+        return (0..width).for_each(|d| put(d, lane(d).to_bits()));
+    }
+    let half = |d: usize| if d < width { u32::from(bf16::from_f32(lane(d)).to_bits()) } else { 0 };
+    (0..width.div_ceil(2)).for_each(|step| put(step, half(2 * step) | half(2 * step + 1) << 16));
+}

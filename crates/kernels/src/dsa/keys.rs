@@ -1,0 +1,242 @@
+//! How index keys are stored.
+
+use half::{bf16, f16};
+
+use crate::cpu::tokens::apart;
+use crate::{DType, Device, Error, Result, TensorMut, TensorRef};
+
+/// The largest e4m3 number.
+const E4M3_MAX: f32 = 448.0;
+
+/// How a token's index key lies in its slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum KeyFormat {
+    /// `Di` f32.
+    F32,
+    /// `Di` bf16.
+    Bf16,
+    /// `Di` f16.
+    F16,
+    /// `Di` e4m3 bytes, then the key's scale as an f32 in the machine's byte order, as DeepSeek stores them
+    /// (`[128 e4m3 | f32]`): lane `d` is `scale * e4m3[d]`. `Di` is a multiple of 4.
+    Fp8,
+}
+
+impl KeyFormat {
+    /// Type of a slot's elements.
+    pub const fn dtype(self) -> DType {
+        match self {
+            KeyFormat::F32 => DType::F32,
+            KeyFormat::Bf16 => DType::Bf16,
+            KeyFormat::F16 => DType::F16,
+            KeyFormat::Fp8 => DType::U8,
+        }
+    }
+
+    /// Elements of a slot for keys of width `index_head_dim`.
+    pub const fn width(self, index_head_dim: usize) -> usize {
+        match self {
+            KeyFormat::Fp8 => index_head_dim.saturating_add(4),
+            _ => index_head_dim,
+        }
+    }
+
+    /// Bytes of a slot.
+    pub const fn bytes(self, index_head_dim: usize) -> usize {
+        self.width(index_head_dim) * self.dtype().size()
+    }
+
+    /// The format that stores keys of a dtype as they are.
+    pub const fn of(dtype: DType) -> Option<KeyFormat> {
+        match dtype {
+            DType::F32 => Some(KeyFormat::F32),
+            DType::Bf16 => Some(KeyFormat::Bf16),
+            DType::F16 => Some(KeyFormat::F16),
+            _ => None,
+        }
+    }
+
+    /// Refuses a width that the format cannot hold.
+    pub(crate) fn check(self, index_head_dim: usize) -> Result<()> {
+        if index_head_dim == 0 {
+            let why = "an index key has at least 1 lane".into();
+            return Err(Error::Parameter { name: "index_head_dim", why, got: "0".into() });
+        }
+        if self == KeyFormat::Fp8 && !index_head_dim.is_multiple_of(4) {
+            let why = "fp8 keys have a multiple of 4 lanes, so that the scale behind them is aligned".into();
+            return Err(Error::Parameter { name: "index_head_dim", why, got: index_head_dim.to_string() });
+        }
+        Ok(())
+    }
+}
+
+/// The number that an e4m3 byte (OCP OFP8 "E4M3", which has no infinity) stands for; `0x7f` and `0xff` are NaN.
+pub const fn e4m3_to_f32(code: u8) -> f32 {
+    let (exponent, mantissa) = ((code >> 3 & 15) as u32, (code & 7) as u32);
+    let magnitude = match (exponent, mantissa) {
+        (15, 7) => f32::NAN,
+        // Multiples of 2^-9.
+        (0, mantissa) => mantissa as f32 / 512.0,
+        _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
+    };
+    if code & 0x80 != 0 { -magnitude } else { magnitude }
+}
+
+/// The nearest e4m3 number, ties to even; beyond +-448 (infinities too) it saturates; NaN stays NaN.
+pub fn f32_to_e4m3(x: f32) -> u8 {
+    let sign = (x.to_bits() >> 24) as u8 & 0x80;
+    if x.is_nan() {
+        return sign | 0x7f;
+    }
+    let magnitude = x.abs().min(E4M3_MAX);
+    // Numbers of 2^e..2^(e + 1) are multiples of 2^(e - 3), smaller ones of 2^-9.
+    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
+    let step = f32::from_bits(((exponent - 3 + 127) as u32) << 23);
+    let steps = (magnitude / step).round_ties_even() as i32;
+    // Codes count the numbers in order: eight a power of two.
+    sign | (steps + 8 * (exponent + 6)) as u8
+}
+
+/// Lane `lane` of an fp8 key of `index_head_dim` lanes in its stored form, `[Di e4m3 | f32 scale]`.
+///
+/// # Panics
+/// When `stored` is shorter than that.
+pub fn dequantise_key(stored: &[u8], index_head_dim: usize, lane: usize) -> f32 {
+    let scale: [u8; 4] = stored[index_head_dim..][..4].try_into().expect("four bytes");
+    e4m3_to_f32(stored[..index_head_dim][lane]) * f32::from_ne_bytes(scale)
+}
+
+/// Stores keys `[T, Di]` (f32, bf16 or f16; any outer stride) as fp8, `[T, Di + 4]` u8: `[Di e4m3 | f32 scale]`.
+///
+/// A key's scale is its largest magnitude over 448, so that nothing saturates; 1 for a key of zeros, and never
+/// below the smallest normal f32. A lane is rounded to the nearest e4m3 of `lane / scale`, ties to even. NaN lanes
+/// stay NaN and do not count towards the scale; a key with an infinity has scale `inf`, 0 where it was finite and NaN
+/// where it was not: it scores NaN and is never picked.
+///
+/// # Errors
+/// Shapes, dtypes or layouts that do not fit; `Di` that is 0 or no multiple of 4. Nothing is then written.
+pub fn quantise_keys(keys: TensorRef<'_>, mut out: TensorMut<'_>) -> Result<()> {
+    keys.expect("keys", "[T, Di]", &[None, None], None, Device::Cpu)?;
+    let (tokens, di) = (keys.shape()[0], keys.shape()[1]);
+    KeyFormat::Fp8.check(di)?;
+    let width = KeyFormat::Fp8.width(di);
+    out.expect("out", "[T, Di + 4]", &[Some(tokens), Some(width)], Some(DType::U8), Device::Cpu)?;
+    apart("out", &out)?;
+    let read: unsafe fn(*const u8, usize) -> f32 = match keys.dtype() {
+        // SAFETY (of calls): the pointer is a row of `keys` and the lane is below `Di`.
+        DType::F32 => |row, lane| unsafe { row.cast::<f32>().add(lane).read_unaligned() },
+        DType::Bf16 => |row, lane| unsafe { row.cast::<bf16>().add(lane).read_unaligned().to_f32() },
+        DType::F16 => |row, lane| unsafe { row.cast::<f16>().add(lane).read_unaligned().to_f32() },
+        got => {
+            let expected = "f32, bf16 or f16".into();
+            return Err(Error::DTypeMismatch { tensor: "keys", expected, got });
+        }
+    };
+    let (from_stride, to_stride) = (keys.strides()[0] * keys.dtype().size(), out.strides()[0]);
+    let (from, to) = (keys.as_ptr(), out.as_mut_ptr());
+    for token in 0..tokens {
+        let row = from.wrapping_add(token * from_stride);
+        // SAFETY: `expect` found `[T, Di]` with contiguous lanes; `lane` stays below `Di`.
+        let lane = |lane: usize| unsafe { read(row, lane) };
+        // `max` passes over NaN.
+        let largest = (0..di).map(|d| lane(d).abs()).fold(0f32, f32::max);
+        let scale = if largest == 0.0 { 1.0 } else { (largest / E4M3_MAX).max(f32::MIN_POSITIVE) };
+        // SAFETY: row `token` of `out` has `Di + 4` contiguous bytes, and `&mut` makes them ours.
+        let stored = unsafe { std::slice::from_raw_parts_mut(to.wrapping_add(token * to_stride), width) };
+        for (d, code) in stored[..di].iter_mut().enumerate() {
+            *code = f32_to_e4m3(lane(d) / scale);
+        }
+        stored[di..].copy_from_slice(&scale.to_ne_bytes());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn e4m3_codes_are_their_own_nearest_numbers_and_order_as_they_do() {
+        for code in 0..=255u8 {
+            let x = e4m3_to_f32(code);
+            assert_eq!(x.is_nan(), code & 0x7f == 0x7f);
+            assert_eq!(f32_to_e4m3(x), code, "{x}");
+            assert!(x.is_nan() || bf16::from_f32(x).to_f32() == x, "exact in bf16");
+        }
+        assert_eq!(
+            (e4m3_to_f32(0x7e), e4m3_to_f32(0x01), e4m3_to_f32(0x08)),
+            (448.0, 1.0 / 512.0, 1.0 / 64.0)
+        );
+    }
+
+    #[test]
+    fn rounding_is_to_nearest_even_and_saturates() {
+        for code in 0..0x7eu8 {
+            let (low, high) = (e4m3_to_f32(code), e4m3_to_f32(code + 1));
+            let middle = (low + high) / 2.0;
+            assert_eq!(f32_to_e4m3(middle), code + (code & 1), "{low} {high}");
+            assert_eq!(f32_to_e4m3(middle.next_down()), code);
+            assert_eq!(f32_to_e4m3(-middle.next_up()), 0x80 | (code + 1));
+        }
+        for huge in [449.0, 1e30, f32::INFINITY] {
+            assert_eq!((f32_to_e4m3(huge), f32_to_e4m3(-huge)), (0x7e, 0xfe));
+        }
+        assert_eq!((f32_to_e4m3(0.0), f32_to_e4m3(-0.0), f32_to_e4m3(1e-40)), (0, 0x80, 0));
+    }
+
+    fn stored(keys: &[f32], di: usize) -> Vec<u8> {
+        let mut out = vec![0xaau8; keys.len() / di * (di + 4)];
+        let shape = [keys.len() / di, di];
+        let view = TensorRef::from_slice(keys, &shape).unwrap();
+        quantise_keys(view, TensorMut::from_slice(&mut out, &[shape[0], di + 4]).unwrap()).unwrap();
+        out
+    }
+
+    #[test]
+    fn a_key_comes_back_within_half_a_step_of_its_scale() {
+        let keys: Vec<f32> = (0..5 * 8).map(|i| (i as f32 * 0.7).sin() * 10f32.powi(i / 8 * 3 - 6)).collect();
+        for (key, stored) in keys.chunks(8).zip(stored(&keys, 8).chunks(12)) {
+            let largest = key.iter().fold(0f32, |a, x| a.max(x.abs()));
+            assert_eq!(f32::from_ne_bytes(stored[8..].try_into().unwrap()), largest / 448.0);
+            for (lane, &x) in key.iter().enumerate() {
+                let error = (dequantise_key(stored, 8, lane) - x).abs();
+                assert!(error <= x.abs() / 16.0 + largest / 448.0 / 1024.0, "{x}");
+            }
+        }
+    }
+
+    #[test]
+    fn zeros_subnormals_nan_and_infinities_are_as_documented() {
+        let tiny = 3.0 * f32::from_bits(1);
+        let keys = [
+            [0.0; 4],
+            [tiny, -tiny, 0.0, 0.0],
+            [f32::NAN, 448.0, 1.0, -1.0],
+            [f32::INFINITY, 1.0, 0.0, -2.0],
+        ];
+        let out = stored(keys.as_flattened(), 4);
+        let key = |i: usize| [0, 1, 2, 3].map(|d| dequantise_key(&out[i * 8..], 4, d));
+        assert_eq!(key(0), [0.0; 4]);
+        assert_eq!(out[4..8], 1f32.to_ne_bytes());
+        assert!(key(1).iter().all(|x| x.is_finite()));
+        assert!(key(2)[0].is_nan());
+        assert_eq!(key(2)[1..], [448.0, 1.0, -1.0]);
+        assert!(key(3).iter().all(|x| x.is_nan()), "{:?}", key(3));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let mut out = [0u8; 64];
+        let keys = [0f32; 12];
+        let mut to = |keys: TensorRef<'_>, shape: &[usize]| {
+            quantise_keys(keys, TensorMut::from_slice(&mut out, shape).unwrap()).unwrap_err().to_string()
+        };
+        let said = to(TensorRef::from_slice(&keys, &[2, 6]).unwrap(), &[2, 10]);
+        assert!(said.contains("index_head_dim") && said.contains('6'), "{said}");
+        let said = to(TensorRef::from_slice(&keys, &[3, 4]).unwrap(), &[3, 4]);
+        assert!(said.contains("out: expected shape [T, Di + 4] = [3, 8]"), "{said}");
+        let said = to(TensorRef::from_slice(&[0i32; 8], &[2, 4]).unwrap(), &[2, 8]);
+        assert!(said.contains("f32, bf16 or f16"), "{said}");
+    }
+}

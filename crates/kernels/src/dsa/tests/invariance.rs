@@ -1,0 +1,1 @@
+//! The same row gives the same bits.

@@ -1,0 +1,6 @@
+//! The indexer against the oracle, against itself under every arrangement, and against hostile input.
+
+mod faults;
+mod fixture;
+mod invariance;
+mod oracle;
