@@ -104,6 +104,42 @@ fn a_run_allocates_what_explain_said() {
     }
 }
 
+/// Buckets smaller than a batch, as large, and far beyond what will ever run; warmed up in every slot, whether or not
+/// steps are planned ahead in them.
+#[test]
+fn a_run_allocates_what_explain_said_whatever_its_buckets() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("valid JSON");
+    for (name, requests, graph, preplan) in [
+        ("quickstart", 6, "[1, 2, 4], slots: 1", false),
+        ("quickstart", 6, "[64], slots: 2", true),
+        ("cfg-forks", 4, "[3], slots: 2", false),
+        ("cfg-forks", 4, "[2, 900], slots: 4", true),
+        ("cfg-forks", 4, "[64], slots: 2", false),
+        ("cfg-forks", 1, "[8, 65536], slots: 2", false),
+        ("whisper-cross", 4, "[1, 4], slots: 2", false),
+        ("speculative-tree", 4, "[3, 900], slots: 3", false),
+        ("llama-gqa-decode", 3, "[2, 64], slots: 2", true),
+    ] {
+        let (requests, graph) =
+            (format!("workload.requests={requests}"), format!("graph={{ buckets: {graph} }}"));
+        let preplan = format!("workload.preplan={preplan}");
+        let spec = format!("specs/{name}.yaml");
+        let set = ["--set", &requests, "--set", "workload.max_batch=4", "--set", &graph, "--set", &preplan];
+        let said = json(&stdout(&mstar(&[&["explain", &spec, "--json"], &set[..]].concat())));
+        let said = said["memory_bytes"].as_f64().unwrap();
+        let path = folder.path().join("report.json");
+        let report = path.to_str().unwrap();
+        let run =
+            mstar(&[&["run", &spec, "--quiet", "--steps", "40", "--report", report], &set[..]].concat());
+        assert_eq!(run.status.code(), Some(0), "{}", stderr(&run));
+        let report = json(&fs::read_to_string(&path).unwrap());
+        let took = report["memory"]["allocated_peak"].as_f64().unwrap();
+        let off = (took - said).abs();
+        assert!(off <= 0.01 * said, "{name}, {graph}, {preplan}: {took} bytes taken, {said} foreseen");
+    }
+}
+
 #[test]
 fn f36_a_refused_spec_is_exit_code_2_and_a_line_for_each_fault() {
     let folder = tempfile::tempdir().unwrap();

@@ -116,18 +116,26 @@ fn forward(lines: &mut Vec<Line>, widths: &Widths) {
     });
 }
 
-/// A workspace for each plan label and slot of an attention resource.
+/// A workspace for each plan label in each slot that it is planned in.
 fn workspaces(lines: &mut Vec<Line>, spec: &Spec, served: &Served, largest: StepShape) -> anyhow::Result<()> {
     let each = workspace_bytes(served.backend, &served.geometry, largest)? as u128;
-    let (labels, slots) = (plan_labels(spec) as u128, plan_slots(spec) as u128);
+    // `qo_indptr` `[R + 1]` and `kv_len` `[R]`, of the largest bucket's rows or the largest step's.
+    let rows = largest.rows.max(spec.graph.as_ref().and_then(|g| g.buckets.last().copied()).unwrap_or(0));
+    let indices = (2 * rows as u128 + 1) * 4;
+    let Places { main_slots, forks, fork_slots } = Places::of(spec);
     if each > 0 {
+        let beside = match forks {
+            0 => String::new(),
+            n => format!(" + labels of forks {n} x slots {fork_slots}"),
+        };
         lines.push(Line {
             what: format!("{}: workspaces", served.name),
             how: format!(
-                "labels {labels} x slots {slots} x {each} B (for {} rows, {} tokens, {} keys a row)",
+                "(main x slots {main_slots}{beside}) x ({each} B for {} rows, {} tokens, {} keys a row + indices \
+                 of {rows} rows x 8 B + 4 B)",
                 largest.rows, largest.tokens, largest.kv_len
             ),
-            bytes: labels * slots * each,
+            bytes: (main_slots + forks * fork_slots) as u128 * (each + indices),
             key: "workload.max_batch".into(),
             at_most: false,
         });
@@ -135,19 +143,30 @@ fn workspaces(lines: &mut Vec<Line>, spec: &Spec, served: &Served, largest: Step
     Ok(())
 }
 
-/// Labels that plans are made under: `main`, and those of the forks, or the one group that they are packed into.
-fn plan_labels(spec: &Spec) -> usize {
-    1 + match spec.synthetic().and_then(|synthetic| synthetic.forks.as_ref()) {
-        None => 0,
-        Some(forks) if forks.combined => 1,
-        Some(forks) => forks.labels.len(),
-    }
+/// Where plans are made: labels, and the slots of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Places {
+    /// Slots of `main`, under which buckets are warmed up: in every slot there is.
+    main_slots: usize,
+    /// Labels of the forks, or the one group that they are packed into.
+    forks: usize,
+    /// Slots of theirs: the first alone, unless steps are planned ahead.
+    fork_slots: usize,
 }
 
-/// Slots that plans are made in: the first alone, unless steps are planned ahead or buckets are warmed up in each.
-fn plan_slots(spec: &Spec) -> usize {
-    let preplan = spec.workload.as_ref().is_some_and(|workload| workload.preplan);
-    spec.graph.as_ref().map_or(1, |graph| graph.slots).max(if preplan { 2 } else { 1 })
+impl Places {
+    fn of(spec: &Spec) -> Places {
+        let preplan = spec.workload.as_ref().is_some_and(|workload| workload.preplan);
+        let fork_slots = if preplan { 2 } else { 1 };
+        let forks = match spec.synthetic().and_then(|synthetic| synthetic.forks.as_ref()) {
+            None => 0,
+            Some(forks) if forks.combined => 1,
+            Some(forks) => forks.labels.len(),
+        };
+        let warmed = spec.graph.as_ref().filter(|graph| !graph.buckets.is_empty());
+        let main_slots = warmed.map_or(0, |graph| graph.slots).max(fork_slots);
+        Places { main_slots, forks, fork_slots }
+    }
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ const TOKENS_A_TASK: usize = 32;
 /// Shapes of what one forward reads and writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Widths {
-    /// `T`: the most query tokens of one plan.
+    /// `T`: the most query tokens of one plan, those that pad it to a bucket among them.
     pub(crate) tokens: usize,
     /// `H`.
     pub(crate) num_qo_heads: usize,
@@ -34,8 +34,10 @@ impl Widths {
         let (_, kv) = spec.caches().next()?;
         let KvLayout::Nhd { num_kv_heads, head_dim } = kv.config.layout else { return None };
         let heads = spec.model.rank_heads(spec.world_size).ok()?;
+        // Buckets have one token a row, and all of them are warmed up.
+        let padded = spec.graph.as_ref().and_then(|graph| graph.buckets.last().copied()).unwrap_or(0);
         Some(Widths {
-            tokens: largest_step(spec, requests)?.tokens,
+            tokens: largest_step(spec, requests)?.tokens.max(padded),
             num_qo_heads: heads.num_qo_heads,
             num_kv_heads,
             head_dim,
@@ -51,7 +53,8 @@ impl Widths {
     }
 }
 
-/// The largest step of a run of `requests`; `None` without a workload.
+/// The largest step of a run of `requests`, without what pads it to a bucket: rows that see no key, and need no scratch.
+/// `None` without a workload.
 ///
 /// One step holds at most `chunked_prefill` prompt tokens (or one encoder's context), and beside them one turn of
 /// every active request on each of its streams.
@@ -73,11 +76,10 @@ pub(crate) fn largest_step(spec: &Spec, requests: &[RequestPlan]) -> Option<Step
         span.saturating_mul(plan.generating())
     });
     let streams = most(&|plan| plan.generating()).max(1);
-    let padded = spec.graph.as_ref().and_then(|graph| graph.buckets.last().copied()).unwrap_or(0);
     let kv_len = most(&|plan| plan.final_len().max(plan.context_len)).saturating_add(turn).min(longest);
     Some(StepShape {
-        rows: active.saturating_mul(streams).max(padded),
-        tokens: active.saturating_mul(turn).saturating_add(whole).max(padded),
+        rows: active.saturating_mul(streams),
+        tokens: active.saturating_mul(turn).saturating_add(whole),
         kv_len,
     })
 }

@@ -4,7 +4,7 @@
 
 use anyhow::Context;
 use mstar_core::attend::{AttnOut, Query, attend};
-use mstar_core::graph::{Bucket, Buckets, warm_up};
+use mstar_core::graph::{Bucket, warm_up};
 use mstar_core::kv::{KvEntries, PagedKv};
 use mstar_core::step::{Declaration, KvStep};
 use mstar_core::{Label, PlanId, PlannedStep, RequestId, Segment, Step};
@@ -14,15 +14,13 @@ use super::buffers::Buffers;
 use super::model::Model;
 use super::script::CONTEXT;
 
-/// Warms every bucket that the pool can hold a row a page of, and proves that no dummy request is left.
+/// Warms every bucket, and proves that no dummy request is left.
 pub(crate) fn up(model: &Model, buffers: &mut Buffers) -> anyhow::Result<()> {
-    let fits = |bucket: &Bucket| bucket.shape.rows <= model.config().usable_pages();
-    let buckets = Buckets::new(model.buckets.iter().filter(fits));
-    if buckets.is_empty() {
+    if model.buckets.is_empty() {
         return Ok(());
     }
     let declare = |bucket: &Bucket, rows: &[(RequestId, usize)]| declared(model, bucket, rows);
-    warm_up(&model.engine, &buckets, declare, |planned| run(model, buffers, planned))
+    warm_up(&model.engine, &model.buckets, declare, |planned| run(model, buffers, planned))
         .context("graph.buckets: a bucket cannot run")
 }
 

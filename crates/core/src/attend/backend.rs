@@ -124,7 +124,8 @@ impl AttnGeometry {
     }
 }
 
-/// The largest step that will be declared, by which a backend sizes its memory once instead of letting it grow.
+/// The largest step that will be declared, by which a backend sizes its memory once instead of letting it grow. What
+/// pads a step to a bucket is not counted: [`Resource::build_accelerator_graph_buffers`](crate::Resource) tells of that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
     /// Rows of one plan.
