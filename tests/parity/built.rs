@@ -145,6 +145,10 @@ pub(crate) fn ints(values: &[i32]) -> Tensor {
     Tensor { dtype: "I32", shape: vec![values.len()], bytes }
 }
 
+pub(crate) fn bytes(values: &[u8]) -> Tensor {
+    Tensor { dtype: "U8", shape: vec![values.len()], bytes: values.to_vec() }
+}
+
 /// A right `paged` case: `K = 0`, so outputs are means of the values seen and lse the log of how many.
 /// H 2, G 1, D 4, pages of 2; row 0 decodes over 3 tokens, row 1 has 2 queries over 2, row 2 sees nothing.
 /// Page 0 belongs to nobody and holds 1e4.

@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use crate::built::{Built, Tensor, file, floats, ints, mstar, oracle, paged};
+use crate::built::{Built, Tensor, bytes, file, floats, ints, mstar, oracle, paged};
 
 /// A hostile file and a part of what must be said of it.
 struct Hostile {
@@ -178,6 +178,18 @@ fn tensors() -> Vec<Hostile> {
         changed("heads", "H must be a positive multiple of G", |b| {
             b.set("in.kv", floats("F32", &[4, 2, 2, 3, 4], &[0.0; 192]));
         }),
+        changed(
+            "alibi_shape",
+            "tensor in.alibi_slopes",
+            with("in.alibi_slopes", floats("F32", &[1], &[0.0])),
+        ),
+        changed("mask_type", "tensor in.mask", with("in.mask", ints(&[1; 7]))),
+        // Rows of 1 x 3, 2 x 2 and 1 x 0.
+        changed(
+            "mask_short",
+            "in.mask has 6 entries, the rows' q_len x kv_len are 7",
+            with("in.mask", bytes(&[1; 6])),
+        ),
         changed("sinks_shape", "tensor in.sinks", with("in.sinks", floats("F32", &[3], &[0.0; 3]))),
         changed(
             "unknown_output",

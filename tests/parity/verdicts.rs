@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::built::{Built, Tensor, floats, ints, mstar, oracle, paged};
+use crate::built::{Built, Tensor, bytes, floats, ints, mstar, oracle, paged};
 
 /// Runs the oracle on one built case: exit code, verdict, and the whole of what was said of it.
 fn judge(built: &Built) -> (i32, String, Value) {
@@ -23,6 +23,39 @@ fn right_cases_pass_in_every_dtype() {
         assert_eq!((code, verdict.as_str()), (0, "pass"), "{case}");
         assert_eq!(case["dtype"], dtype.to_lowercase());
         assert_eq!(case["outputs"][0]["figures"]["max_abs"], 0.0);
+    }
+}
+
+#[test]
+fn masks_and_alibi_of_a_case_are_read_by_every_engine() {
+    // Row 0 (one query over 3 tokens) sees its first alone; row 1's queries see their own token, which is all that the
+    // second has left; slopes of ln 2 and 0 then change nothing but the distance of row 0's key.
+    let mut built = paged("F32");
+    built.set("in.mask", bytes(&[1, 0, 0, 1, 1, 0, 1]));
+    built.set("in.alibi_slopes", floats("F32", &[2], &[std::f64::consts::LN_2, 0.0]));
+    let none = f64::NEG_INFINITY;
+    let row = |first: f64| (0..2).flat_map(move |_| (0..4).map(move |lane| first + f64::from(lane)));
+    let o: Vec<f64> = row(0.0).chain(row(10.0)).chain(row(12.0)).chain([0.0; 8]).collect();
+    let lse = [-2.0 * std::f64::consts::LN_2, 0.0, 0.0, 0.0, 0.0, 0.0, none, none];
+    for name in ["out.o", "ref.o"] {
+        built.set(name, floats("F32", &[4, 2, 4], &o));
+    }
+    for name in ["out.lse", "ref.lse"] {
+        built.set(name, floats("F32", &[4, 2], &lse));
+    }
+    let (code, verdict, case) = judge(&built);
+    assert_eq!((code, verdict.as_str()), (0, "pass"), "{case}");
+    let dir = tempfile::tempdir().unwrap();
+    let path = built.write(&dir.path().join("case.safetensors"));
+    if cfg!(feature = "paged") {
+        let run = mstar([&path]);
+        assert_eq!(run.code, 0, "{}", run.stdout);
+    }
+    // Without them it is another case.
+    for name in ["in.mask", "in.alibi_slopes"] {
+        let mut other = built.clone();
+        other.remove(name);
+        assert_eq!(judge(&other).0, 1, "{name}");
     }
 }
 

@@ -1,4 +1,8 @@
 //! `paged` and `cross`: rows over pages of keys and values.
+//!
+//! Beside what recorded cases hold, two inputs are read where a case has them (`tools/make_cases.py` writes such):
+//! `in.alibi_slopes` `[H]`, by which `slope * (key position - query position)` is added to the capped score, and `in.mask`,
+//! row after row `[q_len, kv_len]` of bytes, where 0 hides a key that causality and the window leave.
 
 use std::borrow::Cow;
 
@@ -17,6 +21,8 @@ pub(super) const TENSORS: &[Tensor] = &[
     tensor("in.kv_indices", Want::I32, "N"),
     tensor("in.kv_last_page_len", Want::I32, "R"),
     Tensor { name: "in.sinks", want: Want::F32, dims: "H", optional: true },
+    Tensor { name: "in.alibi_slopes", want: Want::F32, dims: "H", optional: true },
+    Tensor { name: "in.mask", want: Want::U8, dims: "M", optional: true },
     tensor("out.o", Want::Case, "T H D"),
     tensor("out.lse", Want::F32, "T H"),
     tensor("ref.o", Want::F32, "T H D"),
@@ -38,10 +44,18 @@ pub(super) struct Inputs<'a> {
     /// 0: none.
     pub(super) logits_soft_cap: f64,
     pub(super) sinks: Option<Cow<'a, [f32]>>,
+    pub(super) alibi_slopes: Option<Cow<'a, [f32]>>,
+    pub(super) mask: Option<RowMasks<'a>>,
     pub(super) qo_indptr: Cow<'a, [i32]>,
     pub(super) kv_indptr: Cow<'a, [i32]>,
     pub(super) kv_indices: Cow<'a, [i32]>,
     pub(super) kv_last_page_len: Cow<'a, [i32]>,
+}
+
+/// `in.mask`, and where each row's entries start.
+pub(super) struct RowMasks<'a> {
+    pub(super) entries: Cow<'a, [u8]>,
+    pub(super) indptr: Vec<i64>,
 }
 
 impl<'a> Inputs<'a> {
@@ -58,12 +72,14 @@ impl<'a> Inputs<'a> {
         if logits_soft_cap < 0.0 {
             bail!("params.logits_soft_cap = {logits_soft_cap}: must be 0 (none) or above");
         }
-        let inputs = Inputs {
+        let mut inputs = Inputs {
             sm_scale: params.number("sm_scale")?,
             causal,
             window_left,
             logits_soft_cap,
             sinks: case.has("in.sinks").then(|| case.elements("in.sinks")),
+            alibi_slopes: case.has("in.alibi_slopes").then(|| case.elements("in.alibi_slopes")),
+            mask: None,
             qo_indptr: case.elements("in.qo_indptr"),
             kv_indptr: case.elements("in.kv_indptr"),
             kv_indices: case.elements("in.kv_indices"),
@@ -83,13 +99,37 @@ impl<'a> Inputs<'a> {
                 );
             }
         }
+        if case.has("in.mask") {
+            inputs.mask = Some(inputs.row_masks(case.elements("in.mask"), letters.get("S"))?);
+        }
         Ok(inputs)
+    }
+
+    /// Holds the mask's entries against the rows, which were checked.
+    fn row_masks(&self, entries: Cow<'a, [u8]>, page_size: usize) -> Result<RowMasks<'a>> {
+        let mut indptr = vec![0i64];
+        for row in 0..self.kv_last_page_len.len() {
+            let q_len = i64::from(self.qo_indptr[row + 1] - self.qo_indptr[row]);
+            let pages = i64::from(self.kv_indptr[row + 1] - self.kv_indptr[row]);
+            let kv_len = (pages - 1).max(0) * page_size as i64 + i64::from(self.kv_last_page_len[row]);
+            indptr.push(q_len.saturating_mul(kv_len).saturating_add(indptr[row]));
+        }
+        let expected = indptr.last().copied().unwrap_or(0);
+        if entries.len() as i64 != expected {
+            bail!("in.mask has {} entries, the rows' q_len x kv_len are {expected}", entries.len());
+        }
+        Ok(RowMasks { entries, indptr })
     }
 }
 
 pub(super) fn reference<E: Element + reference::Real>(case: &Case) -> mstar_kernels::Result<Outputs> {
     let inputs = Inputs::new(case).expect("checked when the case was read");
     let (letters, q, kv) = (&case.letters, case.elements::<E>("in.q"), case.elements::<E>("in.kv"));
+    let seen: Option<Vec<bool>> =
+        inputs.mask.as_ref().map(|mask| mask.entries.iter().map(|&entry| entry != 0).collect());
+    let of_row = |run: &[i64]| seen.as_ref().map(|seen| &seen[run[0] as usize..run[1] as usize]);
+    let masks: Vec<Option<&[bool]>> =
+        inputs.mask.as_ref().map_or(Vec::new(), |mask| mask.indptr.windows(2).map(of_row).collect());
     let attended = reference::paged(&Paged {
         q: &q,
         cache: Cache::Combined(&kv),
@@ -108,6 +148,8 @@ pub(super) fn reference<E: Element + reference::Real>(case: &Case) -> mstar_kern
             window_left: inputs.window_left,
             logits_soft_cap: inputs.logits_soft_cap,
             sinks: inputs.sinks.as_deref(),
+            alibi_slopes: inputs.alibi_slopes.as_deref(),
+            masks: &masks,
             ..Options::default()
         },
     })?;

@@ -2,7 +2,8 @@
 
 use half::{bf16, f16};
 use mstar_attn_paged::{
-    Geometry, Inputs as Tensors, Outputs as Into, PageTable, Plan, PlanOptions, Variant, Workspace, run,
+    Geometry, Inputs as Tensors, Mask, MaskEntries, Outputs as Into, PageTable, Plan, PlanOptions, Variant,
+    Workspace, run,
 };
 use mstar_kernels::reference::Real;
 use mstar_kernels::{DType, Element, Stream, TensorMut, TensorRef};
@@ -72,7 +73,7 @@ fn run_case<E: Unwritten>(case: &Case) -> mstar_attn_paged::Result<(Vec<f32>, Ve
             causal: inputs.causal,
             window_left: usize::try_from(inputs.window_left).ok(),
             logits_soft_cap: (inputs.logits_soft_cap > 0.0).then_some(inputs.logits_soft_cap as f32),
-            alibi: false,
+            alibi: inputs.alibi_slopes.is_some(),
             sinks: inputs.sinks.is_some(),
         },
         table: PageTable {
@@ -80,6 +81,10 @@ fn run_case<E: Unwritten>(case: &Case) -> mstar_attn_paged::Result<(Vec<f32>, Ve
             kv_indptr: &inputs.kv_indptr,
             kv_indices: &inputs.kv_indices,
             kv_last_page_len: &inputs.kv_last_page_len,
+            mask: inputs
+                .mask
+                .as_ref()
+                .map(|mask| Mask { entries: MaskEntries::Bytes(&mask.entries), indptr: &mask.indptr }),
             num_pages: letters.get("P"),
             ..PageTable::default()
         },
@@ -87,7 +92,7 @@ fn run_case<E: Unwritten>(case: &Case) -> mstar_attn_paged::Result<(Vec<f32>, Ve
         k: kv.select(1, 0)?,
         v: kv.select(1, 1)?,
         sinks: inputs.sinks.as_deref(),
-        alibi_slopes: None,
+        alibi_slopes: inputs.alibi_slopes.as_deref(),
     })
 }
 
