@@ -44,10 +44,47 @@ fn a_request_that_cannot_fit_is_refused_with_what_it_lacks_and_the_others_finish
     assert_eq!((ran.number("requests.refused"), ran.number("requests.finished")), (2, 4));
     // 900 + 39 stored tokens are 59 pages of 16; 30 may be held.
     let why = ran.report["refusals"][0]["why"].as_str().expect("a reason");
-    assert!(why.contains("29 pages short of the 59"), "{why}");
+    assert!(why.contains("29 pages short of the 59 it needs at once; the pool has 30"), "{why}");
     assert!(ran.stdout.contains("29 pages short"), "{}", ran.stdout);
     let long = tight(&["--set", "workload.prompt_len=[100, 900]", "--set", "resources.kv.max_seq_len=500"]);
     assert!(long.report["refusals"][0]["why"].as_str().expect("a reason").contains("max_seq_len is 500"));
+}
+
+/// Alone in a pool of exactly the pages that a refusal named, a request runs to its end; with one page less it is refused
+/// before its first step, whatever it would hold and give back on its way.
+#[test]
+fn a_request_runs_in_the_pages_that_its_refusal_named_and_not_in_fewer() {
+    let base = ["--set", "workload.requests=1", "--set", "resources.kv.host_pages=0"];
+    let prompt = ["--set", "workload.prompt_len=70", "--set", "workload.chunked_prefill=32"];
+    let kept = ["--set", "model.window_left=24", "--set", "resources.kv.retention=24"];
+    for (name, more) in [
+        ("quickstart.yaml", vec!["--set", "workload.output_len=30"]),
+        ("speculative-tree.yaml", vec!["--set", "workload.output_len=20"]),
+        ("speculative-tree.yaml", [&["--set", "workload.output_len=20"][..], &kept].concat()),
+        ("cfg-forks.yaml", vec!["--set", "workload.output_len=2"]),
+        ("cfg-forks.yaml", [&["--set", "workload.output_len=2"][..], &kept].concat()),
+        ("tight-memory-offload.yaml", [&["--set", "workload.output_len=50"][..], &kept].concat()),
+    ] {
+        let with = |pages: usize| {
+            let pages = format!("resources.kv.max_num_pages={pages}");
+            run(&spec(name), &[&base[..], &prompt, &more, &["--set", &pages]].concat()).good()
+        };
+        let why = |ran: &Ran| {
+            assert_eq!(
+                (ran.number("requests.refused"), ran.number("steps.total")),
+                (1, 0),
+                "{name} {more:?}"
+            );
+            ran.report["refusals"][0]["why"].as_str().expect("a reason").to_owned()
+        };
+        let said = why(&with(2));
+        let needed = said.split("short of the ").nth(1).and_then(|rest| rest.split(' ').next());
+        let needed: usize = needed.and_then(|pages| pages.parse().ok()).expect("the pages needed");
+        let enough = with(needed + 1); // and the sink
+        assert_eq!(enough.number("requests.finished"), 1, "{name} {more:?}: {said}");
+        let short = why(&with(needed));
+        assert!(short.contains(&format!(" 1 pages short of the {needed} ")), "{name} {more:?}: {short}");
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | [`workload`] | requests: drawn, or read from a trace |
 //! | [`content`], [`script`] | what each token is; what a request does next |
-//! | [`scheduler`], [`event`] | continuous batching over a virtual clock; what happened |
+//! | [`scheduler`], [`need`], [`event`] | continuous batching over a virtual clock; what one request needs to its end; what happened |
 //! | [`model`], [`warm`], [`declare`], [`runtime`] | the engine of a spec; its buckets tried; steps for it; the scheduler's hands |
 //! | [`buffers`], [`forward`] | synthetic Q, K, V; one forward, layer after layer |
 //! | [`verify`], [`digest`], [`replay`] | rows against the oracle; outputs as a hash; hits against the log |
@@ -22,6 +22,7 @@ mod forward;
 pub(crate) mod limit;
 mod memory;
 mod model;
+mod need;
 mod paths;
 mod phases;
 mod plot;

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use mstar_core::attend::Work as Least;
-use mstar_core::kv::{KvConfig, KvEvent, PagedKvCache};
+use mstar_core::kv::{KvEvent, PagedKvCache};
 use mstar_core::{
-    Admission, Ingest, Label, Outcome, PlannedStep, PreplannedStep, Refusal, RefusalReason, RequestId,
+    Admission, Ingest, Label, Outcome, PlannedStep, PreplannedStep, Refusal, RequestId, Resource,
+    ResourceName,
 };
 
 use super::buffers::Buffers;
@@ -17,6 +18,7 @@ use super::event::Event;
 use super::forward::{self, Scene};
 use super::memory::Memory;
 use super::model::Model;
+use super::need::Need;
 use super::phases::Phases;
 use super::scheduler::{Runtime, Work};
 use super::script::{CONTEXT, Content};
@@ -147,6 +149,15 @@ impl<'a> Live<'a> {
         [Some(&self.model.kv), self.model.context.as_ref()].into_iter().flatten().enumerate()
     }
 
+    /// What `plan` needs of each cache, and under which label.
+    fn needs(&self, plan: &RequestPlan, chunked_prefill: usize) -> Vec<(&Arc<PagedKvCache>, Label, Need)> {
+        let own = Need::of(plan, self.model.config(), chunked_prefill);
+        let context = self.model.context.as_ref().map(|cache| {
+            (cache, Label::new(CONTEXT), Need::of_context(plan.context_len, cache.store().config()))
+        });
+        std::iter::once((&self.model.kv, Label::main(), own)).chain(context).collect()
+    }
+
     fn id(&self, request: usize) -> &'a RequestId {
         &self.plans[request].id
     }
@@ -181,17 +192,22 @@ impl<'a> Live<'a> {
 }
 
 impl Runtime for Live<'_> {
-    fn impossible(&self, plan: &RequestPlan) -> Option<Refusal> {
-        let own = never_fits(plan, self.model.config(), plan.final_len(), plan.generating(), &Label::main());
-        let context = self.model.context.as_ref().and_then(|cache| {
-            let config = cache.store().config();
-            never_fits(plan, config, plan.context_len, 1, &Label::new(CONTEXT)).map(|reason| (cache, reason))
-        });
-        let own = own.map(|reason| Refusal { resource: self.model.parts.kv.clone(), reason });
-        own.or_else(|| {
-            let (_, reason) = context?;
-            Some(Refusal { resource: self.model.parts.context.clone()?, reason })
+    fn impossible(&self, plan: &RequestPlan, chunked_prefill: usize) -> Option<Refusal> {
+        self.needs(plan, chunked_prefill).into_iter().find_map(|(cache, label, need)| {
+            let reason = need.unmet(cache.store().config(), &plan.id, label)?;
+            Some(Refusal { resource: Resource::name(&**cache).clone(), reason })
         })
+    }
+
+    fn whole_need(
+        &self,
+        plan: &RequestPlan,
+        chunked_prefill: usize,
+        cache: &ResourceName,
+    ) -> Option<[usize; 2]> {
+        let mut needs = self.needs(plan, chunked_prefill).into_iter();
+        let (cache, _, need) = needs.find(|(found, ..)| Resource::name(&***found) == cache)?;
+        Some([need.pages, cache.store().config().usable_pages()])
     }
 
     fn ingest(&mut self, request: usize) -> anyhow::Result<usize> {
@@ -358,40 +374,5 @@ impl Runtime for Live<'_> {
 }
 
 fn cache_name(cache: &PagedKvCache) -> &str {
-    mstar_core::Resource::name(cache).as_str()
-}
-
-/// Why streams of `len` tokens can never be held, whatever else leaves: too long, or more pages than there are.
-fn never_fits(
-    plan: &RequestPlan,
-    config: &KvConfig,
-    len: usize,
-    generating: usize,
-    label: &Label,
-) -> Option<RefusalReason> {
-    let request = plan.id.clone();
-    if len > config.max_seq_len {
-        let max_seq_len = config.max_seq_len;
-        return Some(RefusalReason::SequenceTooLong {
-            request,
-            label: label.clone(),
-            tokens: len,
-            max_seq_len,
-        });
-    }
-    // With retention the pages of a long stream are never all held at once.
-    if config.retention.is_some() {
-        return None;
-    }
-    let forked = !plan.forks.is_empty() && plan.stored_output() > 0 && *label == Label::main();
-    let pages_needed = if forked {
-        // The prompt's whole pages are shared by all forks; `main` keeps its partial last page.
-        let shared = plan.prompt_len() / config.page_size;
-        let own = config.pages_for(len) - shared;
-        config.pages_for(plan.prompt_len()) + generating * own
-    } else {
-        config.pages_for(len)
-    };
-    let pages_short = pages_needed.checked_sub(config.usable_pages()).filter(|&short| short > 0)?;
-    Some(RefusalReason::AllocationFailed { pages_short, pages_needed, request, label: label.clone() })
+    Resource::name(cache).as_str()
 }

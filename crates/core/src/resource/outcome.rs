@@ -40,6 +40,17 @@ pub enum RefusalReason {
         /// Its label.
         label: Label,
     },
+    /// The request needs more pages at once, somewhere in its life, than there are: it is refused before it begins.
+    NeverFits {
+        /// The request.
+        request: RequestId,
+        /// The label of its streams.
+        label: Label,
+        /// Pages of all its streams at once, at the most.
+        pages_needed: usize,
+        /// Pages that requests may hold.
+        pages_total: usize,
+    },
     /// The stream would be longer than the spec allows.
     SequenceTooLong {
         /// The request.
@@ -87,6 +98,14 @@ impl fmt::Display for RefusalReason {
                 write!(
                     f,
                     "request {request} ({label}) is {pages_short} pages short of the {pages_needed} it needs"
+                )
+            }
+            RefusalReason::NeverFits { request, label, pages_needed, pages_total } => {
+                let short = pages_needed.saturating_sub(*pages_total);
+                write!(
+                    f,
+                    "request {request} ({label}) is {short} pages short of the {pages_needed} it needs at \
+                     once; the pool has {pages_total}"
                 )
             }
             RefusalReason::SequenceTooLong { request, label, tokens, max_seq_len } => {

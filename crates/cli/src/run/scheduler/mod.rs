@@ -21,7 +21,7 @@ mod tests;
 
 use std::collections::VecDeque;
 
-use mstar_core::{Outcome, Refusal, RefusalReason};
+use mstar_core::{Outcome, Refusal, RefusalReason, ResourceName};
 
 use super::event::{Event, Stored};
 use super::script::{Addition, Progress, Turn, Walk};
@@ -38,8 +38,17 @@ pub(crate) struct Work {
 
 /// What the scheduler drives: the engine with its caches, or a simulation of one.
 pub(crate) trait Runtime {
-    /// Why `plan` could never run to its end, whatever else is resident; `None` when it might.
-    fn impossible(&self, plan: &RequestPlan) -> Option<Refusal>;
+    /// Why `plan`, cut at multiples of `chunked_prefill`, could never run to its end, whatever else is resident; `None`
+    /// when it might.
+    fn impossible(&self, plan: &RequestPlan, chunked_prefill: usize) -> Option<Refusal>;
+
+    /// Pages that `plan` needs of `cache` at once to run to its end, and pages that requests may hold there.
+    fn whole_need(
+        &self,
+        plan: &RequestPlan,
+        chunked_prefill: usize,
+        cache: &ResourceName,
+    ) -> Option<[usize; 2]>;
 
     /// Takes a request in; the prompt tokens that the prefix index had.
     fn ingest(&mut self, request: usize) -> anyhow::Result<usize>;
@@ -232,8 +241,8 @@ impl<'a> Scheduler<'a> {
         self.bring_back(machine)?;
         while self.arrived() && self.active.len() < self.limits.max_batch.max(1) && !self.any_offloaded() {
             let Some(request) = self.pending.pop_front() else { break };
-            if let Some(refusal) = machine.impossible(&self.plans[request]) {
-                self.refuse(request, refusal);
+            if let Some(refusal) = machine.impossible(&self.plans[request], self.limits.chunked_prefill) {
+                self.refuse(request, refusal.to_string());
                 continue;
             }
             let hit = machine.ingest(request)?;
@@ -452,14 +461,22 @@ impl<'a> Scheduler<'a> {
         machine.remove(request, false)?;
         self.drain(machine);
         self.active.retain(|active| active.request != request);
-        self.refuse(request, refusal);
+        let mut why = refusal.to_string();
+        // The reason counts what the step lacked; what helps is what the request needs.
+        if matches!(refusal.reason, RefusalReason::AllocationFailed { .. })
+            && let Some([needed, total]) =
+                machine.whole_need(&self.plans[request], self.limits.chunked_prefill, &refusal.resource)
+        {
+            why += &format!(" for this step; to its end it needs {needed} at once, the pool has {total}");
+        }
+        self.refuse(request, why);
         Ok(())
     }
 
-    fn refuse(&mut self, request: usize, refusal: Refusal) {
+    fn refuse(&mut self, request: usize, why: String) {
         self.counts.refused += 1;
         let request = self.plans[request].id.clone();
-        self.events.push(Event::Refuse { step: self.counts.steps, request, why: refusal.to_string() });
+        self.events.push(Event::Refuse { step: self.counts.steps, request, why });
     }
 
     /// Plans the step after `step` while `step` runs, where nobody waits to enter it.

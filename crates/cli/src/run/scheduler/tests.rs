@@ -80,8 +80,12 @@ impl<'a> Simulated<'a> {
 }
 
 impl Runtime for Simulated<'_> {
-    fn impossible(&self, _plan: &RequestPlan) -> Option<Refusal> {
+    fn impossible(&self, _: &RequestPlan, _: usize) -> Option<Refusal> {
         None
+    }
+
+    fn whole_need(&self, plan: &RequestPlan, _: usize, _: &ResourceName) -> Option<[usize; 2]> {
+        Some([plan.final_len().div_ceil(self.page_size), self.pages])
     }
 
     fn ingest(&mut self, request: usize) -> anyhow::Result<usize> {
@@ -312,6 +316,8 @@ fn what_can_never_fit_is_refused_with_its_shortage_and_others_finish() {
     assert_eq!(refused[0].0, "r1");
     // 64 tokens fit into 16 pages, 6 more than there are.
     assert!(refused[0].1.contains("6 pages short"), "{}", refused[0].1);
+    // Its 101 tokens to the end take 26.
+    assert!(refused[0].1.ends_with("to its end it needs 26 at once, the pool has 10"), "{}", refused[0].1);
 }
 
 #[test]
