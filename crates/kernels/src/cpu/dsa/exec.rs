@@ -3,7 +3,7 @@
 //! Neighbouring rows of one request form a *run* that shares every packed block of keys. Work is numbered, (run, chunk of
 //! keys) and then (row), and shared among threads; which thread does what, and how rows are blocked, never shows in a result.
 
-use super::body::{self, BLOCK, Block, Body};
+use super::body::{BLOCK, Block, Body};
 use super::pack::{self, Keys};
 use super::pick::pick;
 use crate::TensorRef;
@@ -169,7 +169,7 @@ pub(crate) unsafe fn run(call: &Call<'_>, sink: Sink, workspace: &mut [u8], work
                         )
                     };
                     let scales = (call.format == KeyFormat::Fp8).then_some(&*scales);
-                    body::score(&body, &Block { keys: packed, q, weights, depth, scales }, out);
+                    body.score(&Block { keys: packed, q, weights, depth, scales }, out);
                 }
             }
         });

@@ -1,9 +1,13 @@
 //! Queries and keys as the multiplication reads them.
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
 use half::{bf16, f16};
 
 use super::body::{BLOCK, Body};
 use super::exec::Call;
+use crate::cpu::Isa;
 use crate::cpu::address::token_offset;
 use crate::dsa::{KeyFormat, e4m3_to_f32};
 use crate::{DType, TensorRef};
@@ -85,25 +89,44 @@ pub(super) unsafe fn keys(
     out: &mut [u32],
     scales: &mut [f32],
 ) {
-    for (key, from) in keys.locate(first, end).into_iter().enumerate() {
+    let rows = keys.locate(first, end);
+    if keys.format == KeyFormat::Fp8 {
+        for (scale, row) in scales.iter_mut().zip(rows) {
+            // SAFETY: an fp8 key is `width` bytes and then its scale.
+            *scale =
+                if row.is_null() { 1.0 } else { unsafe { row.add(width).cast::<f32>().read_unaligned() } };
+        }
+    }
+    match body.isa {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the machine has the instructions; the caller's promise.
+        Isa::Avx512 | Isa::Avx512Bf16 => unsafe { avx512::keys(keys.format, body.pairs, &rows, width, out) },
+        // SAFETY: the caller's promise.
+        _ => unsafe { plain(keys.format, &rows, width, out) },
+    }
+}
+
+/// Packs keys one lane a word.
+///
+/// # Safety
+/// Each row that is not null has `width` readable lanes of the format.
+unsafe fn plain(format: KeyFormat, rows: &[*const u8; BLOCK], width: usize, out: &mut [u32]) {
+    for (key, &from) in rows.iter().enumerate() {
         if from.is_null() {
             out[key..].iter_mut().step_by(BLOCK).for_each(|word| *word = 0);
-            scales[key] = 1.0;
             continue;
         }
         // SAFETY: `width` lanes start there.
         let lane = |lane: usize| unsafe {
-            match keys.format {
+            match format {
                 KeyFormat::F32 => from.cast::<f32>().add(lane).read_unaligned(),
                 KeyFormat::Bf16 => from.cast::<bf16>().add(lane).read_unaligned().to_f32(),
                 KeyFormat::F16 => from.cast::<f16>().add(lane).read_unaligned().to_f32(),
                 KeyFormat::Fp8 => e4m3_to_f32(from.add(lane).read()),
             }
         };
-        words(width, body.pairs, lane, |step, word| out[step * BLOCK + key] = word);
-        if keys.format == KeyFormat::Fp8 {
-            // SAFETY: an fp8 key is `width` bytes and then its scale.
-            scales[key] = unsafe { from.add(width).cast::<f32>().read_unaligned() };
+        for (step, word) in out[key..].iter_mut().step_by(BLOCK).enumerate().take(width) {
+            *word = lane(step).to_bits();
         }
     }
 }
