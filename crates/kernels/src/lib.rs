@@ -14,6 +14,7 @@
 //! | [`cuda`], [`cards`] | the CUDA driver, asked what is there; refuses plainly in a build without it |
 //! | `paged` | paged attention's safe entry: geometry, variant, tables, schedule, the call |
 //! | `plan` | a batch checked once and cut into a work list, made again in place; workspaces |
+//! | `mla` | absorbed latent attention's safe entry, over the same tables and work lists |
 //! | `work` | the flat work list that CPU and CUDA executors share |
 //! | [`lse`] | merging partial attention results |
 //! | [`synth`] | the synthetic Q, K and V that any row can be rebuilt from |
@@ -32,8 +33,10 @@ pub mod dsa;
 pub mod dtype;
 pub mod error;
 pub mod lse;
+#[cfg(feature = "mla")]
+pub mod mla;
 pub mod mutant;
-#[cfg(feature = "paged")]
+#[cfg(any(feature = "paged", feature = "mla"))]
 pub mod paged;
 #[cfg(feature = "paged")]
 pub mod plan;
@@ -41,7 +44,7 @@ pub mod reference;
 pub mod stream;
 pub mod synth;
 pub mod view;
-#[cfg(feature = "paged")]
+#[cfg(any(feature = "paged", feature = "mla"))]
 pub mod work;
 
 pub use buffer::Buffer;

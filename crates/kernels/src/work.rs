@@ -14,7 +14,7 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::paged::{Geometry, Variant};
+use crate::paged::{Geometry, Stored, Variant};
 
 /// [`Member::partial`] of an item that writes the row's final result.
 pub const DIRECT: u64 = u64::MAX;
@@ -143,6 +143,7 @@ pub struct WorkList {
     pub(crate) num_pages: usize,
     /// Whether the last row is padding.
     pub(crate) padded: bool,
+    pub(crate) stored: Stored,
     pub(crate) geometry: Geometry,
     pub(crate) variant: Variant,
     pub(crate) partial_len: u64,
@@ -182,6 +183,7 @@ impl Default for WorkList {
             num_tokens: 0,
             num_pages: 0,
             padded: false,
+            stored: Stored::Heads,
             geometry,
             variant: Variant::causal(1),
             partial_len: 0,
@@ -196,7 +198,7 @@ impl Default for WorkList {
 }
 
 impl WorkList {
-    /// The geometry that the list was made for.
+    /// The geometry that the list was made for; over latents, one key head whose value is part of its key.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
     }

@@ -4,7 +4,8 @@
 //! | --- | --- |
 //! | [`address`] | where a token lies in a paged cache |
 //! | [`isa`] | which instructions this machine has, and which the kernels shall use |
-//! | `paged` | paged attention |
+//! | `paged` | paged attention, and the executor of work lists |
+//! | `mla` | latent attention, dense and over picked latents |
 //! | `arena`, `workers` | scratch cut from a workspace; numbered work shared among threads |
 //! | [`peak`] | how fast a thread multiplies and adds |
 //! | [`scatter`], [`gather`], [`copy`] | appending to pages, reading them back, copying them |
@@ -17,7 +18,9 @@ pub mod copy;
 pub(crate) mod dsa;
 pub mod gather;
 pub mod isa;
-#[cfg(feature = "paged")]
+#[cfg(feature = "mla")]
+pub(crate) mod mla;
+#[cfg(any(feature = "paged", feature = "mla"))]
 pub(crate) mod paged;
 pub mod peak;
 pub mod scatter;

@@ -13,6 +13,7 @@
 //! | [`KeyFormat`], [`quantise_keys`] | how index keys are stored, fp8 with a scale a key among them |
 //! | [`scores`] | `I`, for those who want to see it |
 //! | [`topk`], [`select_topk_causal`] | the pick of given scores: in linear time, and by a plain stable sort |
+//! | [`sparse_attend`] | attention over the pick |
 //! | [`select`], [`index_topk`] | both at once: keys in pages, or one request's keys in one tensor |
 //!
 //! # What is picked
@@ -27,12 +28,14 @@
 //! lane of its own. Neither the key's position, page or neighbours nor threads or the batch show. bf16 keys under bf16
 //! queries count subnormals as 0 where the machine has bf16 dot products.
 
+mod attend;
 mod keys;
 mod scores;
 mod select;
 mod table;
 mod topk;
 
+pub use attend::{SparseParams, sparse_attend, sparse_workspace_bytes};
 pub use keys::{KeyFormat, dequantise_key, e4m3_to_f32, f32_to_e4m3, quantise_keys};
 pub use scores::{ScoresParams, scores, scores_workspace_bytes};
 pub use select::{SelectParams, index_topk, select, select_workspace_bytes};

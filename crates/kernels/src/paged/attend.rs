@@ -6,6 +6,8 @@ use crate::cpu::tokens::apart;
 use crate::work::WorkList;
 use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
 
+use super::Stored;
+
 /// What [`attend`] reads and writes. Letters are the work list's: `T` query tokens, `H`, `G`, `D`, `Dv`, `P`, `S`.
 #[derive(Debug)]
 pub struct AttendParams<'a> {
@@ -51,6 +53,10 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         let why = "this build attends paged caches on the CPU only".into();
         return Err(Error::Unsupported { operation: "paged attention", device, why });
     }
+    if work.stored != Stored::Heads {
+        let why = "the list is of latent attention; run it by mla::attend".into();
+        return Err(Error::Parameter { name: "work", why, got: "latents".into() });
+    }
     let geometry = work.geometry();
     let tokens = Some(work.num_tokens());
     let (h, g, s) = (Some(geometry.num_qo_heads), Some(geometry.num_kv_heads), Some(geometry.page_size));
@@ -90,20 +96,16 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         variant: *work.variant(),
         isa: Isa::current(),
         q,
+        q_pe: None,
         k,
         v,
         sinks,
         alibi_slopes,
-        o: out(&mut o),
-        lse: lse.map(|mut lse| out(&mut lse)),
+        o: Out::of(&mut o),
+        lse: lse.map(|mut lse| Out::of(&mut lse)),
     };
     crate::cpu::paged::run(&call, &mut memory[skip..], workers);
     Ok(())
-}
-
-fn out(tensor: &mut TensorMut<'_>) -> Out {
-    let strides = [tensor.strides()[0], tensor.strides()[1]];
-    Out { dtype: tensor.dtype(), strides, ptr: tensor.as_mut_ptr() }
 }
 
 fn head_values<'a>(

@@ -51,7 +51,8 @@ impl Cascade {
         }
         for (index, row) in rows.iter().enumerate() {
             let plain = row.mask_words == 0 && row.kv_begin == 0 && row.kv_offset == 0;
-            if !plain || row.family != Family::Decode as u32 || row.q_len == 0 {
+            let few = row.family == Family::Decode as u32 || row.family == Family::Latent as u32;
+            if !plain || !few || row.q_len == 0 {
                 continue;
             }
             let seen = if variant.causal { (row.kv_len + 1).saturating_sub(row.q_len) } else { row.kv_len };

@@ -19,6 +19,39 @@ pub const APPEND_QUERIES: usize = 256;
 /// Query vectors a key head (tokens times `H / G`) up to which a row is of the decode family.
 pub const DECODE_LANES: usize = 16;
 
+/// Keys a leaf of the latent family.
+pub const LATENT_LEAF: u32 = 512;
+
+/// Query vectors (tokens times heads) that an item of latent attention takes, unless one token has more heads.
+pub const LATENT_LANES: usize = 64;
+
+/// What a slot of a page holds, which decides the families of rows over it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Stored {
+    /// A key and a value for each key head.
+    #[default]
+    Heads,
+    #[cfg_attr(not(feature = "mla"), allow(dead_code))]
+    /// One latent that all heads read, its first lanes as the value.
+    Latents,
+}
+
+impl Stored {
+    /// The family of a row of `q_len` query tokens.
+    pub(crate) fn family(self, geometry: &Geometry, q_len: usize) -> Family {
+        match self {
+            Stored::Heads => Family::of(geometry, q_len),
+            Stored::Latents if q_len <= latent_tokens(geometry) => Family::Latent,
+            Stored::Latents => Family::LatentTile,
+        }
+    }
+}
+
+/// Query tokens that an item over latents takes.
+pub(super) fn latent_tokens(geometry: &Geometry) -> usize {
+    (LATENT_LANES / geometry.group().max(1)).max(1)
+}
+
 /// A kernel family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
@@ -27,10 +60,14 @@ pub enum Family {
     Decode = 0,
     /// Many query vectors a key head: tiles of queries over tiles of keys.
     Tile = 1,
+    /// Latents under few query vectors: one item holds all of a row's queries.
+    Latent = 2,
+    /// Latents under many query vectors: a row's query tokens are spread over items.
+    LatentTile = 3,
 }
 
 impl Family {
-    /// The family of a row of `q_len` query tokens.
+    /// The family of a row of `q_len` query tokens over keys and values a head.
     pub fn of(geometry: &Geometry, q_len: usize) -> Family {
         let lanes = q_len.saturating_mul(geometry.group());
         if q_len <= 1 && lanes <= 4 * DECODE_LANES || lanes <= DECODE_LANES {
@@ -44,8 +81,9 @@ impl Family {
     pub fn leaf_keys(self, q_len: usize) -> u32 {
         match self {
             Family::Decode => DECODE_LEAF,
-            Family::Tile if q_len <= APPEND_QUERIES => APPEND_LEAF,
-            Family::Tile => ONE_LEAF,
+            Family::Latent => LATENT_LEAF,
+            Family::Tile | Family::LatentTile if q_len <= APPEND_QUERIES => APPEND_LEAF,
+            Family::Tile | Family::LatentTile => ONE_LEAF,
         }
     }
 }

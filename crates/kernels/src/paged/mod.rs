@@ -3,6 +3,7 @@
 //! A table is checked and cut into work once ([`schedule`]), then every layer attends with the same list
 //! ([`attend`]). Rules of visibility and numbers: [`Variant`], [`PageTable`] and [`work`](crate::work).
 
+#[cfg(feature = "paged")]
 mod attend;
 mod cascade;
 mod family;
@@ -14,10 +15,14 @@ mod variant;
 #[cfg(test)]
 mod tests;
 
+#[cfg(feature = "paged")]
 pub use attend::{AttendParams, attend, workspace_bytes};
-pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family};
+pub(crate) use family::Stored;
+pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
 pub use geometry::{Geometry, MAX_HEAD_DIM};
 pub use schedule::{ScheduleOptions, schedule};
 pub(crate) use schedule::{Scratch, visible};
+#[cfg(feature = "mla")]
+pub(crate) use schedule::{is_for, schedule_as};
 pub use table::{MAX_POSITION, Mask, MaskEntries, PageTable};
 pub use variant::Variant;

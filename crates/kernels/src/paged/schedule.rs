@@ -10,7 +10,8 @@ use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, WorkList};
 use crate::{Error, Result};
 
 use super::cascade::Cascade;
-use super::{Family, Geometry, PageTable, Variant};
+use super::family::latent_tokens;
+use super::{Family, Geometry, PageTable, Stored, Variant};
 
 /// Items a worker, at which more cutting no longer improves the balance.
 const ITEMS_PER_WORKER: u64 = 8;
@@ -23,6 +24,13 @@ const MAX_ITEM_STATES: usize = 64;
 
 /// Bytes of one tile's keys and values that an item takes: this tile and the next fit a second-level cache.
 const MAX_TILE_BYTES: usize = 256 << 10;
+
+/// Keys of a tile of the decode family.
+#[cfg(feature = "paged")]
+const KEYS_AHEAD: usize = crate::cpu::paged::TILE;
+/// Latents have one head, whose tiles fit.
+#[cfg(not(feature = "paged"))]
+const KEYS_AHEAD: usize = 1;
 
 /// Query vectors a key head of one cascade item.
 const MAX_CASCADE_LANES: usize = 64;
@@ -56,6 +64,18 @@ pub fn schedule(
     list: &mut WorkList,
 ) -> Result<()> {
     geometry.check()?;
+    schedule_as(Stored::Heads, geometry, variant, table, options, list)
+}
+
+/// As [`schedule`], for pages that hold `stored`; the geometry was checked.
+pub(crate) fn schedule_as(
+    stored: Stored,
+    geometry: &Geometry,
+    variant: &Variant,
+    table: &PageTable<'_>,
+    options: &ScheduleOptions,
+    list: &mut WorkList,
+) -> Result<()> {
     variant.check()?;
     table.check(geometry)?;
     let tokens = table.num_tokens();
@@ -73,6 +93,7 @@ pub fn schedule(
     list.mask.clear();
     (list.partial_len, list.total_cost) = (0, 0);
     (list.max_lanes, list.max_vectors, list.max_state_len, list.max_depth) = (0, 0, 0, 0);
+    list.stored = stored;
     list.geometry = *geometry;
     list.variant = *variant;
     list.num_tokens = padded;
@@ -81,20 +102,20 @@ pub fn schedule(
     let rows = table.num_rows();
     list.pages.extend_from_slice(&table.kv_indices[..table.kv_indptr[rows] as usize]);
     for index in 0..rows {
-        let mut row = table.row(geometry, index);
+        let mut row = table.row(geometry, stored, index);
         table.pack_mask(index, &mut row, &mut list.mask);
         list.rows.push(row);
     }
     if list.padded {
-        list.rows.push(padding(geometry, tokens, padded));
+        list.rows.push(padding(stored, geometry, tokens, padded));
     }
     Scheduler { geometry: *geometry, variant: *variant, options: *options, list }.run();
     Ok(())
 }
 
 /// The row that stands for query tokens `from..to`, which belong to nobody.
-fn padding(geometry: &Geometry, from: usize, to: usize) -> Row {
-    let family = Family::of(geometry, to - from);
+fn padding(stored: Stored, geometry: &Geometry, from: usize, to: usize) -> Row {
+    let family = stored.family(geometry, to - from);
     Row {
         mask_begin: NO_MASK,
         q_begin: from as u32,
@@ -117,22 +138,33 @@ impl WorkList {
     /// Whether this is the list of this batch, compared in full. A custom mask counts as another batch, and so does a
     /// table that would be refused.
     pub fn is_for(&self, geometry: &Geometry, variant: &Variant, table: &PageTable<'_>) -> bool {
-        let rows = table.num_rows();
-        let sizes = table.kv_indptr.len() == rows + 1
-            && table.kv_last_page_len.len() == rows
-            && table.kv_offset.is_none_or(|offsets| offsets.len() == rows)
-            && table.page_start.is_none_or(|starts| starts.len() == rows)
-            && table.mask.is_none()
-            && table.num_pages == self.num_pages
-            && self.rows.len() == rows + usize::from(self.padded);
-        if !sizes || *geometry != self.geometry || *variant != self.variant {
-            return false;
-        }
-        let used = usize::try_from(table.kv_indptr[rows]).unwrap_or(usize::MAX);
-        table.kv_indices.get(..used) == Some(&self.pages[..])
-            && table.check_rows(geometry).is_ok()
-            && (0..rows).all(|row| table.row(geometry, row) == self.rows[row])
+        is_for(self, Stored::Heads, geometry, variant, table)
     }
+}
+
+/// [`WorkList::is_for`], for pages that hold `stored`.
+pub(crate) fn is_for(
+    list: &WorkList,
+    stored: Stored,
+    geometry: &Geometry,
+    variant: &Variant,
+    table: &PageTable<'_>,
+) -> bool {
+    let rows = table.num_rows();
+    let sizes = table.kv_indptr.len() == rows + 1
+        && table.kv_last_page_len.len() == rows
+        && table.kv_offset.is_none_or(|offsets| offsets.len() == rows)
+        && table.page_start.is_none_or(|starts| starts.len() == rows)
+        && table.mask.is_none()
+        && table.num_pages == list.num_pages
+        && list.rows.len() == rows + usize::from(list.padded);
+    if !sizes || stored != list.stored || *geometry != list.geometry || *variant != list.variant {
+        return false;
+    }
+    let used = usize::try_from(table.kv_indptr[rows]).unwrap_or(usize::MAX);
+    table.kv_indices.get(..used) == Some(&list.pages[..])
+        && table.check_rows(geometry).is_ok()
+        && (0..rows).all(|row| table.row(geometry, stored, row) == list.rows[row])
 }
 
 /// Keys that some query among tokens `q_begin..q_end` of a row may see, as absolute positions.
@@ -193,7 +225,7 @@ impl Scheduler<'_> {
         let target = (total / (workers * ITEMS_PER_WORKER)).max(MIN_ITEM_COST);
         // Heads are taken together, so that pages are read as they lie, unless leaves alone cannot feed the workers.
         let width = self.geometry.head_dim_qk + self.geometry.head_dim_vo;
-        let tile_bytes = crate::cpu::paged::TILE * width * self.geometry.kv_dtype.size();
+        let tile_bytes = KEYS_AHEAD * width * self.geometry.kv_dtype.size();
         let mut head_cap = (MAX_TILE_BYTES / tile_bytes).clamp(1, self.geometry.num_kv_heads);
         while head_cap > 1 && leaf_total * heads.div_ceil(head_cap as u64) < 4 * workers && total > 2 * target
         {
@@ -223,7 +255,7 @@ impl Scheduler<'_> {
             if row.q_len == 0 {
                 continue;
             }
-            if row.family == Family::Decode as u32 {
+            if row.family == Family::Decode as u32 || row.family == Family::Latent as u32 {
                 self.decode_row(index as u32, &row, &shared[from..at], target, head_cap);
             } else {
                 self.tile_row(index as u32, &row, target);
@@ -240,8 +272,8 @@ impl Scheduler<'_> {
 
     /// Members a cascade item may have: as many as keep its lanes within bounds, whatever their `q_len`.
     fn cascade_chunk(&self) -> usize {
-        let most =
-            self.list.rows.iter().filter(|row| row.family == Family::Decode as u32).map(|row| row.q_len);
+        let few = [Family::Decode as u32, Family::Latent as u32];
+        let most = self.list.rows.iter().filter(|row| few.contains(&row.family)).map(|row| row.q_len);
         let lanes = most.max().unwrap_or(1).max(1) as usize * self.geometry.group();
         (MAX_CASCADE_LANES / lanes).max(1)
     }
@@ -320,9 +352,18 @@ impl Scheduler<'_> {
         self.join(&cut, part_begin);
     }
 
+    /// Query tokens of an item of a row whose queries are spread over items.
+    fn item_tokens(&self, row: &Row) -> u32 {
+        #[cfg(feature = "paged")]
+        if row.family == Family::Tile as u32 {
+            return crate::cpu::paged::tile::tile_tokens(row.q_len as usize, self.geometry.group()) as u32;
+        }
+        latent_tokens(&self.geometry).min(row.q_len as usize) as u32
+    }
+
     fn tile_row(&mut self, index: u32, row: &Row, target: u64) {
         let group = self.geometry.group();
-        let tokens = crate::cpu::paged::tile::tile_tokens(row.q_len as usize, group) as u32;
+        let tokens = self.item_tokens(row);
         let mut q_begin = 0;
         while q_begin < row.q_len {
             let q_count = tokens.min(row.q_len - q_begin);

@@ -1,9 +1,9 @@
-//! One call of paged attention, checked, as the executor sees it.
+//! One call of attention over a work list, checked, as the executor sees it.
 
 use crate::cpu::Isa;
 use crate::paged::{Family, Geometry, Variant};
 use crate::work::{Row, WorkList};
-use crate::{DType, TensorRef};
+use crate::{DType, TensorMut, TensorRef};
 
 /// A result tensor that threads write disjoint parts of.
 #[derive(Clone, Copy)]
@@ -12,6 +12,14 @@ pub(crate) struct Out {
     pub(crate) dtype: DType,
     /// Elements from one token to the next, and from one head to the next.
     pub(crate) strides: [usize; 2],
+}
+
+impl Out {
+    /// A tensor of at least two axes, tokens and heads first.
+    pub(crate) fn of(tensor: &mut TensorMut<'_>) -> Out {
+        let strides = [tensor.strides()[0], tensor.strides()[1]];
+        Out { dtype: tensor.dtype(), strides, ptr: tensor.as_mut_ptr() }
+    }
 }
 
 // SAFETY: the executor writes each element from one item or merge only (see `WorkList`).
@@ -26,15 +34,20 @@ pub(crate) struct Call<'a> {
     pub(crate) geometry: Geometry,
     pub(crate) variant: Variant,
     pub(crate) isa: Isa,
-    /// `[T, H, D]`.
+    /// `[T, H, D]`; over latents, the first `C` lanes of each query.
     pub(crate) q: TensorRef<'a>,
-    /// `[P, S, G, D]`.
+    /// Over latents alone: `[T, H, E]`, the other lanes.
+    #[cfg_attr(not(feature = "mla"), allow(dead_code))]
+    pub(crate) q_pe: Option<TensorRef<'a>>,
+    /// `[P, S, G, D]`; over latents, `[P, S, C + E]`.
     pub(crate) k: TensorRef<'a>,
-    /// `[P, S, G, Dv]`.
+    /// `[P, S, G, Dv]`; over latents, the same tensor as `k`.
+    #[cfg_attr(not(feature = "paged"), allow(dead_code))]
     pub(crate) v: TensorRef<'a>,
     /// `[H]`.
     pub(crate) sinks: Option<&'a [f32]>,
     /// `[H]`.
+    #[cfg_attr(not(feature = "paged"), allow(dead_code))]
     pub(crate) alibi_slopes: Option<&'a [f32]>,
     /// `[T, H, Dv]`.
     pub(crate) o: Out,

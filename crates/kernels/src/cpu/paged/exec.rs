@@ -4,11 +4,13 @@
 //! never shows in a result. Nothing is allocated: a worker's scratch is cut from the workspace.
 
 use super::call::Call;
+use super::finish;
 use super::state::{State, Tree, state_len};
-use super::{decode, finish, tile_item};
 use crate::cpu::arena::{Arena, arena_bytes};
 use crate::cpu::workers::{MAX_WORKERS, each};
+#[cfg(feature = "paged")]
 use crate::paged::Family;
+use crate::paged::Stored;
 use crate::work::{Item, Merge, WorkList};
 
 /// Multiply-adds below which starting other workers costs more than it gives.
@@ -16,7 +18,15 @@ const SERIAL_WORK: u64 = 1 << 18;
 
 /// Bytes of one worker's scratch.
 fn scratch_bytes(work: &WorkList) -> usize {
-    decode::scratch_bytes(work).max(tile_item::scratch_bytes(work)).next_multiple_of(64)
+    let bytes = match work.stored {
+        #[cfg(feature = "paged")]
+        Stored::Heads => super::decode::scratch_bytes(work).max(super::tile_item::scratch_bytes(work)),
+        #[cfg(feature = "mla")]
+        Stored::Latents => crate::cpu::mla::scratch_bytes(work),
+        #[allow(unreachable_patterns)] // A family that is not compiled makes no list.
+        _ => 0,
+    };
+    bytes.next_multiple_of(64)
 }
 
 /// Bytes that [`run`] needs with up to `workers` workers; [`usize::MAX`], which no workspace has, past that.
@@ -87,6 +97,7 @@ fn item(call: &Call<'_>, item: &Item, memory: &Memory, scratch: &mut [u8]) {
     let work = call.work;
     let group = call.geometry.group();
     let members = &work.members[item.member_begin as usize..][..item.member_count as usize];
+    #[cfg(feature = "paged")]
     let family = work.rows[members[0].row as usize].family;
     let mut emit = |kv_head: usize, state: &State<'_>| {
         let mut lane = 0;
@@ -107,10 +118,17 @@ fn item(call: &Call<'_>, item: &Item, memory: &Memory, scratch: &mut [u8]) {
         }
     };
     let arena = Arena::new(scratch);
-    if family == Family::Decode as u32 {
-        decode::run(call, item, members, arena, &mut emit);
-    } else {
-        tile_item::run(call, item, members, arena, &mut emit);
+    match work.stored {
+        #[cfg(feature = "paged")]
+        Stored::Heads if family == Family::Decode as u32 => {
+            super::decode::run(call, item, members, arena, &mut emit);
+        }
+        #[cfg(feature = "paged")]
+        Stored::Heads => super::tile_item::run(call, item, members, arena, &mut emit),
+        #[cfg(feature = "mla")]
+        Stored::Latents => crate::cpu::mla::run(call, item, members, arena, &mut emit),
+        #[allow(unreachable_patterns)] // A family that is not compiled makes no list.
+        _ => unreachable!("no list is made of what is not compiled"),
     }
 }
 

@@ -44,7 +44,7 @@ pub(crate) unsafe fn write(call: &Call<'_>, row: &Row, q_begin: u32, kv_head: us
 }
 
 /// What the weighted sum is multiplied by, and the natural log-sum-exp.
-fn root(m: f32, l: f32, unit: f64, sink: Option<f64>) -> (f32, f32) {
+pub(crate) fn root(m: f32, l: f32, unit: f64, sink: Option<f64>) -> (f32, f32) {
     if m == f32::NEG_INFINITY {
         // Nothing was seen, unless what was seen is NaN.
         return if l.is_nan() { (f32::NAN, f32::NAN) } else { (0.0, f32::NEG_INFINITY) };
@@ -64,7 +64,7 @@ fn root(m: f32, l: f32, unit: f64, sink: Option<f64>) -> (f32, f32) {
 
 /// # Safety
 /// `o` has `acc.len()` writable elements at (`token`, `head`).
-unsafe fn write_row(o: &Out, token: usize, head: usize, acc: &[f32], factor: f32) {
+pub(crate) unsafe fn write_row(o: &Out, token: usize, head: usize, acc: &[f32], factor: f32) {
     let at = token * o.strides[0] + head * o.strides[1];
     // Adding +0 turns -0 into +0: whether a hidden key was skipped or weighed 0 must not show.
     // SAFETY: the caller's promise.

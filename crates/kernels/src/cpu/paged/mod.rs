@@ -10,14 +10,22 @@
 //! | `finish` | the root: sink, division, rounding |
 
 mod call;
+#[cfg(feature = "paged")]
 mod decode;
 mod exec;
 mod finish;
 mod state;
+#[cfg(feature = "paged")]
 pub(crate) mod tile;
+#[cfg(feature = "paged")]
 mod tile_item;
 
 pub(crate) use call::{Call, Out};
+#[cfg(feature = "paged")]
 pub(crate) use decode::TILE;
 pub(crate) use exec::{run, workspace_bytes};
+#[cfg(feature = "dsa")]
+pub(crate) use finish::{root, write_row};
 pub(crate) use state::state_len;
+#[cfg(feature = "mla")]
+pub(crate) use state::{LINE, State, Tree, acc_stride};
