@@ -15,3 +15,6 @@ mod schedule;
 pub use attend::{AttendParams, attend, workspace_bytes};
 pub use geometry::{Geometry, MAX_LATENT_DIM, Variant};
 pub use schedule::{is_for, schedule};
+
+#[cfg(test)]
+mod tests;

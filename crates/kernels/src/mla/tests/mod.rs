@@ -1,0 +1,8 @@
+//! Every body against the oracle, and what may not change a bit.
+
+mod batch;
+mod faults;
+mod invariance;
+mod oracle;
+
+use batch::{Batch, RowSpec, Shape, on_every_isa, row, same_bits};
