@@ -67,9 +67,8 @@ mod rig;
 mod run;
 
 pub use cross::{CrossAttention, CrossFactory, CrossOptions};
-pub use manager::{
-    EagerSlotKey, PagedAttention, PagedFactory, PagedOptions, PlanCounts, WorkspacePool, workspace_bound,
-};
+pub use manager::{PagedAttention, PagedFactory, PagedOptions, PagedPlanner, workspace_bound};
+pub use mstar_core::attend::pages::{EagerSlotKey, OverPages, PlanCounts, WorkspacePool};
 pub use mstar_kernels::paged::{Family, Geometry, MAX_HEAD_DIM, Mask, MaskEntries, PageTable, Variant};
 pub use mstar_kernels::plan::{
     Capacity, Heads, PlanOptions, Planned, Schedule, Workspace, select_last_hidden,

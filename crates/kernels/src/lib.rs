@@ -13,7 +13,7 @@
 //! | [`cpu`] | the fast CPU kernels, behind one run-time probe of the instruction set |
 //! | [`cuda`], [`cards`] | the CUDA driver, asked what is there; refuses plainly in a build without it |
 //! | `paged` | paged attention's safe entry: geometry, variant, tables, schedule, the call |
-//! | `plan` | a batch checked once and cut into a work list, made again in place; workspaces |
+//! | [`plan`] | a batch checked once and cut into a work list, made again in place; workspaces |
 //! | `mla` | absorbed latent attention's safe entry, over the same tables and work lists |
 //! | `work` | the flat work list that CPU and CUDA executors share |
 //! | [`lse`] | merging partial attention results |
@@ -38,7 +38,6 @@ pub mod mla;
 pub mod mutant;
 #[cfg(any(feature = "paged", feature = "mla"))]
 pub mod paged;
-#[cfg(feature = "paged")]
 pub mod plan;
 pub mod reference;
 pub mod stream;

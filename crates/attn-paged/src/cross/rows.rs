@@ -3,14 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use mstar_core::attend::pages::Arrays;
 use mstar_core::graph::padded_q_lens;
 use mstar_core::kv::KvPlan;
 use mstar_core::resource::PaddedShape;
 use mstar_core::{Error, Label, RequestId, ResourceName, Result, Segment};
 
 use mstar_kernels::mutant::planted;
-
-use crate::manager::table::Arrays;
 
 /// One row of queries.
 #[derive(Clone, Debug)]

@@ -10,6 +10,7 @@ use mstar_kernels::synth::Kind;
 use mstar_kernels::{Stream, TensorMut, TensorRef};
 
 use super::{CrossAttention, CrossOptions};
+use crate::OverPages;
 use crate::rig::{self, D, G, H, L, close, plan_id, segment};
 
 /// A decoder's cache, a cache of contexts, and cross-attention between them.
@@ -218,13 +219,13 @@ fn an_unchanged_cross_plan_is_kept() {
         assert!((o[0] - 3.0).abs() < 1e-6 && (o[H * D] - 5.0).abs() < 1e-6);
         decoder.engine.commit(planned).unwrap();
     }
-    let counts = decoder.cross.plan_counts();
+    let counts = decoder.cross.plans().counts();
     assert_eq!((counts.made, counts.unchanged), (1, 4), "the decoder's own growth changes nothing");
     let planned = decoder.planned(decode(&[("b", 1), ("a", 1)]), None);
     let (o, _) = decoder.attend(&planned, &vec![0.5; 2 * H * D]);
     assert!((o[0] - 5.0).abs() < 1e-6);
     decoder.engine.commit(planned).unwrap();
-    assert_eq!(decoder.cross.plan_counts().made, 2, "another order is another plan");
+    assert_eq!(decoder.cross.plans().counts().made, 2, "another order is another plan");
 }
 
 #[test]

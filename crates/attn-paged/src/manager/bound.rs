@@ -1,83 +1,40 @@
 //! How much scratch the largest step can need, known before the first.
 
-use mstar_core::attend::{AttnGeometry, StepShape};
+use mstar_core::attend::{AttnGeometry, StepShape, pages};
 use mstar_core::kv::KvLayout;
 
-use crate::{Geometry, PageTable, Plan, PlanOptions, Result, Variant};
+use super::planner::page_table;
+use crate::{Geometry, Plan, PlanOptions, Result, Variant};
 
 /// Bytes of one workspace (there is one for each plan label and slot) that steps up to `largest` need with `workers`
-/// threads, 0 standing for the rayon pool of the caller. Found by planning the shapes that need most: decode rows
-/// alone, prefill alone, both, and rows that share their keys.
+/// threads, 0 standing for the rayon pool of the caller.
 ///
 /// # Errors
 /// A geometry that no kernel takes.
 pub fn workspace_bound(geometry: &AttnGeometry, largest: StepShape, workers: usize) -> Result<usize> {
-    let StepShape { rows, tokens, kv_len } = largest;
     let KvLayout::Nhd { num_kv_heads, head_dim } = geometry.layout else { return Ok(0) };
-    // Scratch depends on lengths and not on pages, so each row gets one page.
     let geometry = Geometry {
         num_qo_heads: geometry.num_qo_heads,
         num_kv_heads,
         head_dim_qk: head_dim,
         head_dim_vo: head_dim,
-        page_size: kv_len.max(1),
+        page_size: largest.kv_len.max(1),
         q_dtype: geometry.dtype,
         kv_dtype: geometry.kv_dtype,
     };
-    let decode = vec![1; rows.min(tokens)];
-    let mut mixed = decode.clone();
-    if let Some(last) = mixed.last_mut() {
-        *last = tokens - (decode.len() - 1);
-    }
-    let even = vec![tokens.div_ceil(rows.max(1)); rows];
-    let mut shapes = vec![vec![1], vec![tokens], decode, mixed, even];
-    // A row of a few tiles over a long context is cut finest of all, and more finely beside decode rows.
-    for part in 1..=PARTS {
-        let q_len = (tokens * part).div_ceil(PARTS);
-        for beside in [0, 1, rows / 2, rows.saturating_sub(1)] {
-            let mut q_lens = vec![1; beside.min(tokens - q_len)];
-            q_lens.push(q_len);
-            shapes.push(q_lens);
-        }
-    }
-    let mut most = 0;
-    for q_lens in shapes {
-        for (cascade, causal) in [(false, true), (false, false), (true, true)] {
+    pages::workspace_bound(largest, |rows| {
+        let mut most = 0;
+        for cascade in [false, true] {
             let options = PlanOptions { workers, cascade, ..PlanOptions::default() };
-            most = most.max(bytes(&geometry, causal, &q_lens, kv_len, &options)?);
+            most = most.max(bytes(&geometry, rows, &options)?);
         }
-    }
-    // Lengths between these are cut a little finer: up to a fifth more was seen over a grid of them.
-    Ok(most + most / 4)
+        Ok(most)
+    })
 }
 
-/// Lengths of a row between one token and all of a step's that are tried.
-const PARTS: usize = 32;
-
-fn bytes(
-    geometry: &Geometry,
-    causal: bool,
-    q_lens: &[usize],
-    kv_len: usize,
-    options: &PlanOptions,
-) -> Result<usize> {
-    let mut qo_indptr = vec![0i32];
-    for q_len in q_lens {
-        qo_indptr
-            .push(qo_indptr[qo_indptr.len() - 1].saturating_add(i32::try_from(*q_len).unwrap_or(i32::MAX)));
-    }
-    let pages = i32::from(kv_len > 0);
-    let kv_indptr: Vec<i32> = (0..=q_lens.len() as i32).map(|row| row * pages).collect();
-    let table = PageTable {
-        qo_indptr: &qo_indptr,
-        kv_indptr: &kv_indptr,
-        kv_indices: &vec![0; kv_indptr[q_lens.len()] as usize],
-        kv_last_page_len: &vec![i32::try_from(kv_len).unwrap_or(i32::MAX); q_lens.len()],
-        num_pages: 1,
-        ..PageTable::default()
-    };
-    let variant = Variant { causal, ..Variant::causal(geometry.head_dim_qk) };
-    Ok(Plan::new(geometry, &variant, &table, options)?.workspace_bytes())
+fn bytes(geometry: &Geometry, rows: &pages::RowTable<'_>, options: &PlanOptions) -> Result<usize> {
+    let variant = Variant { causal: rows.causal, ..Variant::causal(geometry.head_dim_qk) };
+    Ok(Plan::new(geometry, &variant, &page_table(rows), options)?.workspace_bytes())
 }
 
 #[cfg(test)]
@@ -108,7 +65,8 @@ mod tests {
                     let mut q_lens = vec![1; decoding];
                     q_lens.push(prompt);
                     let options = PlanOptions { workers: 2, ..PlanOptions::default() };
-                    let needed = bytes(&geometry, true, &q_lens, kv_len, &options).unwrap();
+                    let arrays = pages::Arrays::even(&q_lens, kv_len);
+                    let needed = bytes(&geometry, &arrays.table(true, 1), &options).unwrap();
                     assert!(needed <= bound, "{q_lens:?} over {kv_len}: {needed} > {bound}");
                 }
             }
@@ -140,10 +98,27 @@ mod tests {
                     let mut q_lens = vec![1; decoding];
                     q_lens.extend(prompt);
                     let options = PlanOptions { workers: 2, ..PlanOptions::default() };
-                    let needed = bytes(&geometry, true, &q_lens, kv_len, &options).unwrap();
+                    let arrays = pages::Arrays::even(&q_lens, kv_len);
+                    let needed = bytes(&geometry, &arrays.table(true, 1), &options).unwrap();
                     assert!(needed <= bound, "{q_lens:?} over {kv_len}: {needed} > {bound}");
                 }
             }
         }
+    }
+
+    #[test]
+    fn f18_the_workspace_of_many_short_rows_stays_small() {
+        let geometry = Geometry {
+            num_qo_heads: 32,
+            num_kv_heads: 2,
+            head_dim_qk: 256,
+            head_dim_vo: 256,
+            page_size: 64,
+            q_dtype: DType::F32,
+            kv_dtype: DType::F32,
+        };
+        let options = PlanOptions { workers: 2, cascade: false, ..PlanOptions::default() };
+        let rows = pages::Arrays::even(&[1; 512], 64);
+        assert!(bytes(&geometry, &rows.table(true, 1), &options).unwrap() < 64 << 20);
     }
 }

@@ -13,7 +13,7 @@ use mstar_kernels::reference::paged::Options;
 use mstar_kernels::{Stream, TensorMut, TensorRef};
 
 use crate::rig::{self, D, G, H, L, Rig, RowOut, close, plan_id, saying, segment, step};
-use crate::{PagedOptions, PlanCounts};
+use crate::{OverPages, PagedOptions, PlanCounts};
 
 fn find<'a>(rows: &'a [RowOut], request: &str) -> &'a RowOut {
     rows.iter().find(|row| row.request.as_str() == request).unwrap()

@@ -7,6 +7,7 @@ mod backend;
 mod forward;
 mod index_buf;
 mod observe;
+pub mod pages;
 mod sparse;
 mod unbuilt;
 

@@ -1,6 +1,7 @@
 //! A cache as attention resources see it: layers to read, entries to write, plans to follow.
 #![forbid(unsafe_code)]
 
+use std::fmt;
 use std::sync::Arc;
 
 use mstar_kernels::{Stream, TensorRef};
@@ -93,4 +94,11 @@ pub trait PagedKv: Resource {
     /// # Errors
     /// Shapes or dtypes that are not the cache's; nothing is written.
     fn write_kv(&self, id: &PlanId, layer: usize, entries: KvEntries<'_>, stream: &Stream) -> Result<()>;
+}
+
+/// By name: a cache's bookkeeping is long, and behind a lock.
+impl fmt::Debug for dyn PagedKv + '_ {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PagedKv({})", self.name())
+    }
 }

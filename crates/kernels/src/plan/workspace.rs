@@ -2,8 +2,6 @@
 
 use crate::{Buffer, DType, Result, TensorMut};
 
-use super::{Kernel, Plan};
-
 /// Scratch for one run at a time. Its content means nothing between runs, so one serves many plans in turn.
 #[derive(Debug)]
 pub struct Workspace {
@@ -19,27 +17,11 @@ impl Workspace {
         Ok(Workspace { buffer: Buffer::zeroed(bytes)? })
     }
 
-    /// A workspace just large enough for `plan`.
-    ///
-    /// # Errors
-    /// When the memory cannot be had.
-    pub fn for_plan<K: Kernel>(plan: &Plan<K>) -> Result<Workspace> {
-        Workspace::with_bytes(plan.workspace_bytes())
-    }
-
-    /// Grows to what `plan` needs; a workspace that is large enough stays where it is. Belongs to planning, never
-    /// to a run. Returns whether it moved.
+    /// Grows to `needed` bytes; a workspace that is large enough stays where it is. Belongs to planning, never to a run.
+    /// Returns whether it moved.
     ///
     /// # Errors
     /// When the memory cannot be had; the workspace is then as it was.
-    pub fn reserve<K: Kernel>(&mut self, plan: &Plan<K>) -> Result<bool> {
-        self.reserve_bytes(plan.workspace_bytes())
-    }
-
-    /// As [`Workspace::reserve`], for a need that the caller knows.
-    ///
-    /// # Errors
-    /// As [`Workspace::reserve`].
     pub fn reserve_bytes(&mut self, needed: usize) -> Result<bool> {
         if needed <= self.buffer.len() {
             return Ok(false);

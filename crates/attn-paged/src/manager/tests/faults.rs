@@ -155,7 +155,7 @@ fn f18_workspaces_foreseen_for_the_largest_step_never_grow() {
         let planned = rig.planned(step(&all(spans)), None);
         rig.forward(&planned, "main");
         rig.engine.abort(planned);
-        assert_eq!(rig.attn.workspace_bytes(), bound, "{spans:?}");
+        assert_eq!(rig.attn.plans().workspace_bytes(), bound, "{spans:?}");
     }
 }
 

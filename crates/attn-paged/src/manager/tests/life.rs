@@ -47,20 +47,20 @@ fn an_unchanged_plan_is_kept_and_a_changed_length_makes_another() {
     rig.ingest(&["a"]);
     rig.step(&[("a", 6)], None);
     let made = |counts: PlanCounts| (counts.made, counts.unchanged);
-    let start = made(rig.attn.plan_counts());
+    let start = made(rig.attn.plans().counts());
     // Read-only passes over the same tokens.
     for _ in 0..3 {
         let planned = rig.planned(step(&[("a", 0)]), None);
         rig.engine.commit(planned).unwrap();
     }
-    let read = made(rig.attn.plan_counts());
+    let read = made(rig.attn.plans().counts());
     assert_eq!((read.0 - start.0, read.1 - start.1), (1, 2));
     for length in 7..10 {
         let out = rig.step(&[("a", 1)], None);
         let (o, lse) = rig.oracle("a", 1, length, 0);
         assert!(close(&out[0].layers[0].0, &o) && close(&out[0].layers[0].1, &lse), "{length}");
     }
-    assert_eq!(rig.attn.plan_counts().made - read.0, 3);
+    assert_eq!(rig.attn.plans().counts().made - read.0, 3);
 }
 
 #[test]
@@ -85,9 +85,9 @@ fn the_buffers_of_a_slot_keep_their_addresses() {
     assert_eq!(lens.view().unwrap().as_slice::<i32>().unwrap(), &[8, 11, 0, 0, 0, 0, 0, 0]);
     let starts = rig.attn.qo_indptr_buf(&id).unwrap();
     assert_eq!(starts.view().unwrap().as_slice::<i32>().unwrap(), &[0, 1, 2, 3, 4, 5, 6, 7, 8]);
-    let held = rig.attn.bytes();
+    let held = rig.attn.plans().bytes();
     rig.forward(&planned, "main");
-    assert_eq!(rig.attn.bytes(), held, "a run makes nothing grow");
+    assert_eq!(rig.attn.plans().bytes(), held, "a run makes nothing grow");
     assert!(rig.attn.kernel(&id).unwrap().contains("decode rows"));
     rig.engine.commit(planned).unwrap();
 }
