@@ -4,7 +4,7 @@ use mstar_core::ResourceName;
 use mstar_core::spec::{Faults, Node, ResourceKind, Spec, set, yaml};
 
 use super::memory::Estimate;
-use super::prepare::{Prepared, Served};
+use super::prepare::{Prepared, Served, ServedSparse};
 use crate::run::workload::RequestPlan;
 
 /// Room left for what else the machine does until the spec is run again: one part in this many.
@@ -28,13 +28,14 @@ type Turn = Box<dyn Fn(&mut Spec, usize)>;
 pub(super) fn advice(prepared: &Prepared, available: u64) -> String {
     let tree = tree(prepared);
     let written = |key: &str| tree.as_ref().is_none_or(|tree| reach(tree, key).is_some());
-    let Prepared { spec, attentions, requests, estimate, .. } = prepared;
-    advise(spec, attentions, requests, estimate, &written, available)
+    let Prepared { spec, attentions, sparse, requests, estimate, .. } = prepared;
+    advise(spec, attentions, sparse, requests, estimate, &written, available)
 }
 
 fn advise(
     spec: &Spec,
     served: &[Served],
+    sparse: &[ServedSparse],
     requests: &[RequestPlan],
     estimate: &Estimate,
     written: &dyn Fn(&str) -> bool,
@@ -47,7 +48,7 @@ fn advise(
     let fits = |knob: &Knob, value: usize| {
         let mut spec = spec.clone();
         (knob.turn)(&mut spec, value);
-        Estimate::of(&spec, served, requests).is_ok_and(|estimate| estimate.most() <= most)
+        Estimate::of(&spec, served, sparse, requests).is_ok_and(|estimate| estimate.most() <= most)
     };
     for knob in &knobs {
         if knob.now <= knob.least || !fits(knob, knob.least) {
@@ -155,9 +156,9 @@ workload: { kind: synthetic, requests: 99, chunked_prefill: 4000, prompt_len: 30
         let mut root = yaml::read(SPEC.as_bytes(), &Faults::new()).unwrap();
         sets.iter().for_each(|assignment| set(&mut root, assignment).unwrap());
         let requests = workload::load(spec.workload.as_ref().unwrap(), spec.seed, None).unwrap();
-        let estimate = Estimate::of(&spec, &[], &requests).unwrap();
+        let estimate = Estimate::of(&spec, &[], &[], &requests).unwrap();
         let written = |key: &str| reach(&root, key).is_some();
-        (advise(&spec, &[], &requests, &estimate, &written, available), sets)
+        (advise(&spec, &[], &[], &requests, &estimate, &written, available), sets)
     }
 
     #[test]
@@ -179,7 +180,7 @@ workload: { kind: synthetic, requests: 99, chunked_prefill: 4000, prompt_len: 30
                 let sets = [sets.clone(), vec![format!("{key}={value}")]].concat();
                 let spec = Spec::from_yaml(SPEC.as_bytes(), &sets, "s").unwrap();
                 let requests = workload::load(spec.workload.as_ref().unwrap(), spec.seed, None).unwrap();
-                Estimate::of(&spec, &[], &requests).unwrap().most()
+                Estimate::of(&spec, &[], &[], &requests).unwrap().most()
             };
             let bound = u128::from(available - available / SPARE);
             assert!(

@@ -3,14 +3,15 @@
 //! Each line is the sum that the code which allocates would make, over the same sizes; sums are made in 128 bits, so
 //! that a spec whose size no machine has is told its size.
 
-use mstar_core::attend::StepShape;
+use mstar_core::attend::{IndexStore, StepShape};
 use mstar_core::kv::{KvConfig, KvLayout};
 use mstar_core::spec::Spec;
 use mstar_kernels::DType;
 
-use super::prepare::Served;
+use super::prepare::{Served, ServedSparse};
 use crate::backends::workspace_bytes;
-use crate::run::buffers::{Widths, largest_step};
+use crate::run::buffers::{IndexWidths, Widths, largest_step};
+use crate::run::entries::Entries;
 use crate::run::workload::RequestPlan;
 
 /// One line.
@@ -40,7 +41,12 @@ impl Estimate {
     ///
     /// # Errors
     /// A geometry that its backend does not serve.
-    pub(crate) fn of(spec: &Spec, served: &[Served], requests: &[RequestPlan]) -> anyhow::Result<Estimate> {
+    pub(crate) fn of(
+        spec: &Spec,
+        served: &[Served],
+        sparse: &[ServedSparse],
+        requests: &[RequestPlan],
+    ) -> anyhow::Result<Estimate> {
         let mut lines = Vec::new();
         for (name, kv) in spec.caches() {
             pool(&mut lines, name.as_str(), &kv.config, kv.config.max_num_pages, false);
@@ -51,7 +57,18 @@ impl Estimate {
         if let (Some(largest), Some(widths)) = (largest_step(spec, requests), Widths::of(spec, requests)) {
             forward(&mut lines, &widths);
             for served in served {
-                workspaces(&mut lines, spec, served, largest)?;
+                let each = workspace_bytes(served.backend, &served.geometry, largest)?;
+                workspaces(&mut lines, spec, format!("{}: workspaces", served.name), each, true, largest);
+            }
+            for served in sparse {
+                // Who cannot serve it allocates nothing; `explain` says why.
+                let (Some(factory), Ok(_)) = (&served.factory, &served.support) else { continue };
+                let each = factory.bytes(&served.geometry, &served.index, largest)?;
+                let what = format!("{}: picks and workspaces", served.name);
+                workspaces(&mut lines, spec, what, each, false, largest);
+                if served.index.store == IndexStore::Buffers {
+                    key_buffers(&mut lines, spec, served, requests);
+                }
             }
         }
         Ok(Estimate { lines })
@@ -104,24 +121,52 @@ fn pool(lines: &mut Vec<Line>, name: &str, kv: &KvConfig, pages: usize, host: bo
     }
 }
 
-/// Queries, keys, values and outputs of one forward, which every layer uses again.
+/// Queries, cache entries and outputs of one forward, which every layer uses again.
 fn forward(lines: &mut Vec<Line>, widths: &Widths) {
-    let Widths { tokens, num_qo_heads: h, num_kv_heads: g, head_dim: d, dtype } = *widths;
-    lines.push(Line {
-        what: "q, k, v, o and lse of one forward".into(),
-        how: format!("T {tokens} x (2 x (H {h} + G {g}) x D {d} x {} B + H {h} x 4 B)", dtype.size()),
-        bytes: widths.bytes().map_or(u128::MAX, |bytes| bytes as u128),
-        key: "workload.chunked_prefill".into(),
-        at_most: false,
-    });
+    let (t, h, size) = (widths.tokens, widths.num_qo_heads, widths.dtype.size());
+    let (what, how) = match widths.entries {
+        Entries::Heads { num_kv_heads: g, head_dim: d } => {
+            let how = format!("T {t} x (2 x (H {h} + G {g}) x D {d} x {size} B + H {h} x 4 B)");
+            ("q, k, v, o and lse of one forward", how)
+        }
+        Entries::Latents { kv_lora_rank: c, qk_rope_head_dim: e } => {
+            let how =
+                format!("T {t} x ((H {h} x (2 x C {c} + E {e}) + C {c} + E {e}) x {size} B + H {h} x 4 B)");
+            ("q, latents, o and lse of one forward", how)
+        }
+    };
+    let mut push = |what: &str, how: String, bytes: Option<usize>| {
+        lines.push(Line {
+            what: what.into(),
+            how,
+            bytes: bytes.map_or(u128::MAX, |bytes| bytes as u128),
+            key: "workload.chunked_prefill".into(),
+            at_most: false,
+        });
+    };
+    push(what, how, widths.attended_bytes());
+    if let Some(IndexWidths { heads: hi, head_dim: di }) = widths.index {
+        let how = format!("T {t} x ((Hi {hi} + 1) x Di {di} x {size} B + Hi {hi} x 4 B)");
+        push("index q, keys and weights of one forward", how, widths.index_bytes());
+    }
 }
 
-/// A workspace for each plan label in each slot that it is planned in.
-fn workspaces(lines: &mut Vec<Line>, spec: &Spec, served: &Served, largest: StepShape) -> anyhow::Result<()> {
-    let each = workspace_bytes(served.backend, &served.geometry, largest)? as u128;
-    // `qo_indptr` `[R + 1]` and `kv_len` `[R]`, of the largest bucket's rows or the largest step's.
+/// `each` bytes for every plan label in each slot that it is planned in; `indices`, when `qo_indptr` `[R + 1]` and
+/// `kv_len` `[R]` of the largest bucket's rows or the largest step's come beside them.
+fn workspaces(
+    lines: &mut Vec<Line>,
+    spec: &Spec,
+    what: String,
+    each: usize,
+    indices: bool,
+    largest: StepShape,
+) {
+    let each = each as u128;
     let rows = largest.rows.max(spec.graph.as_ref().and_then(|g| g.buckets.last().copied()).unwrap_or(0));
-    let indices = (2 * rows as u128 + 1) * 4;
+    let (indices, listed) = match indices {
+        true => ((2 * rows as u128 + 1) * 4, format!(" + indices of {rows} rows x 8 B + 4 B")),
+        false => (0, String::new()),
+    };
     let Places { main_slots, forks, fork_slots } = Places::of(spec);
     if each > 0 {
         let beside = match forks {
@@ -129,10 +174,9 @@ fn workspaces(lines: &mut Vec<Line>, spec: &Spec, served: &Served, largest: Step
             n => format!(" + labels of forks {n} x slots {fork_slots}"),
         };
         lines.push(Line {
-            what: format!("{}: workspaces", served.name),
+            what,
             how: format!(
-                "(main x slots {main_slots}{beside}) x ({each} B for {} rows, {} tokens, {} keys a row + indices \
-                 of {rows} rows x 8 B + 4 B)",
+                "(main x slots {main_slots}{beside}) x ({each} B for {} rows, {} tokens, {} keys a row{listed})",
                 largest.rows, largest.tokens, largest.kv_len
             ),
             bytes: (main_slots + forks * fork_slots) as u128 * (each + indices),
@@ -140,7 +184,22 @@ fn workspaces(lines: &mut Vec<Line>, spec: &Spec, served: &Served, largest: Step
             at_most: false,
         });
     }
-    Ok(())
+}
+
+/// Index keys in buffers of each request, which double as they grow.
+fn key_buffers(lines: &mut Vec<Line>, spec: &Spec, served: &ServedSparse, requests: &[RequestPlan]) {
+    let index = &served.index;
+    let active = spec.workload.as_ref().map_or(1, |workload| workload.max_batch).min(requests.len());
+    let longest = requests.iter().map(RequestPlan::final_len).max().unwrap_or(0).next_power_of_two();
+    let (width, size) = (index.format.width(index.index_head_dim), index.format.dtype().size());
+    let layers = index.full_layers.len();
+    lines.push(Line {
+        what: format!("{}: index keys", served.name),
+        how: format!("requests {active} x layers {layers} x tokens {longest} x {width} x {size} B"),
+        bytes: [active, layers, longest, width, size].iter().map(|&n| n as u128).product(),
+        key: "workload.max_batch".into(),
+        at_most: true,
+    });
 }
 
 /// Where plans are made: labels, and the slots of each.

@@ -2,12 +2,16 @@
 //! the requests, and what memory it will take. `mstar explain` prints it; `mstar run` begins with it.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use mstar_core::ResourceName;
-use mstar_core::attend::{AttnBackend, AttnGeometry, BackendOptions, Rank, Reason, resolve_attn_backend};
+use mstar_core::attend::{
+    AttnBackend, AttnGeometry, BackendOptions, IndexGeometry, Rank, Reason, SparseFactory,
+    resolve_attn_backend,
+};
 use mstar_core::kv::{KvConfig, KvLayout};
-use mstar_core::spec::{DeviceChoice, Fallback, Faults, ResourceKind, Spec};
+use mstar_core::spec::{DeviceChoice, DsaSpec, Fallback, Faults, ResourceKind, Spec};
 use mstar_kernels::Device;
 
 use super::fit;
@@ -47,6 +51,8 @@ pub(crate) struct Prepared {
     pub(crate) attentions: Vec<Served>,
     /// The trace that they are read from.
     pub(crate) trace: Option<Located>,
+    /// The resources of kind `dsa`, in dependency order.
+    pub(crate) sparse: Vec<ServedSparse>,
     /// The workload's requests, in order of arrival; empty without a workload.
     pub(crate) requests: Vec<RequestPlan>,
     /// Memory by line.
@@ -71,6 +77,22 @@ pub(crate) struct Served {
     pub(crate) options: Box<dyn BackendOptions>,
 }
 
+/// A resource of kind `dsa`, and who serves it.
+pub(crate) struct ServedSparse {
+    /// The resource.
+    pub(crate) name: ResourceName,
+    /// The cache whose latents it attends.
+    pub(crate) kv_cache: ResourceName,
+    /// What it attends.
+    pub(crate) geometry: AttnGeometry,
+    /// Its indexer.
+    pub(crate) index: IndexGeometry,
+    /// Who builds it; `None` in a program without sparse attention.
+    pub(crate) factory: Option<Arc<dyn SparseFactory>>,
+    /// How well that serves it here, or why not.
+    pub(crate) support: Result<Rank, Reason>,
+}
+
 /// Reads and settles a spec. Nothing is allocated for it yet.
 ///
 /// # Errors
@@ -85,6 +107,7 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
     let chosen = choose(choice)?;
     let source = arguments.spec.display().to_string();
     let attentions = serve(&spec, chosen.device, &source)?;
+    let sparse = serve_sparse(&spec, chosen.device)?;
     let (trace, requests) = match &spec.workload {
         None => (None, Vec::new()),
         Some(workload) => {
@@ -96,7 +119,7 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
         }
     };
     let machine = Machine::probe();
-    let estimate = Estimate::of(&spec, &attentions, &requests).with_context(|| source.clone())?;
+    let estimate = Estimate::of(&spec, &attentions, &sparse, &requests).with_context(|| source.clone())?;
     Ok(Prepared {
         spec,
         path: arguments.spec.clone(),
@@ -105,6 +128,7 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
         note: chosen.note,
         attentions,
         trace,
+        sparse,
         requests,
         estimate,
         machine,
@@ -149,8 +173,37 @@ fn serve(spec: &Spec, device: Device, source: &str) -> anyhow::Result<Vec<Served
     Ok(served)
 }
 
+/// Finds who builds the resources of kind `dsa`.
+fn serve_sparse(spec: &Spec, device: Device) -> anyhow::Result<Vec<ServedSparse>> {
+    let backends = registry();
+    let heads = spec.model.rank_heads(spec.world_size).map_err(anyhow::Error::msg)?;
+    let dsa = spec.resources.iter().filter_map(|resource| match &resource.kind {
+        ResourceKind::Dsa(dsa) => Some((&resource.name, dsa)),
+        _ => None,
+    });
+    let serve = |(name, dsa): (&ResourceName, &DsaSpec)| {
+        let (_, kv) = spec
+            .caches()
+            .find(|(cache, _)| **cache == dsa.kv_cache)
+            .with_context(|| format!("resources.{name}: {} is no cache", dsa.kv_cache))?;
+        let geometry = geometry(spec, &kv.config, heads.num_qo_heads);
+        let factory = backends.sparse().cloned();
+        let support = match &factory {
+            Some(factory) => factory.supports(device, &geometry, &dsa.index),
+            None => Err("sparse attention is not compiled in; build with --features dsa".into()),
+        };
+        let (name, kv_cache, index) = (name.clone(), dsa.kv_cache.clone(), dsa.index.clone());
+        Ok(ServedSparse { name, kv_cache, geometry, index, factory, support })
+    };
+    dsa.map(serve).collect()
+}
+
 fn geometry(spec: &Spec, kv: &KvConfig, num_qo_heads: usize) -> AttnGeometry {
     AttnGeometry::over(kv, num_qo_heads, spec.dtype, softmax(spec, num_qo_heads))
+}
+
+fn latents(kv: &KvConfig) -> bool {
+    matches!(kv.layout, KvLayout::Mla { .. })
 }
 
 /// What an attention resource without a paged cache (a ring, or keys of its own) is asked about.
@@ -181,15 +234,17 @@ impl Prepared {
                 Ok(_) => {}
             }
         }
-        for resource in &self.spec.resources {
-            let kind = resource.kind.name();
-            if matches!(resource.kind, ResourceKind::Dsa(_) | ResourceKind::Ring(_)) {
-                why.push(format!(
-                    "{}: a resource of kind {kind} is not built in this version",
-                    resource.name
-                ));
+        for served in &self.sparse {
+            match served.support {
+                Err(ref reason) => why.push(format!("{}: {reason}", served.name)),
+                Ok(Rank::REFERENCE) if self.spec.fallback == Fallback::Refuse => why.push(format!(
+                    "{}: only the slow reference serves this; allow it with fallback: reference",
+                    served.name
+                )),
+                Ok(_) => {}
             }
         }
+        why.extend(self.undriven());
         if self.spec.workload.is_none() {
             why.push("the spec has no workload".into());
         }
@@ -202,6 +257,29 @@ impl Prepared {
                 bytes(available.into()),
                 fit::advice(self, available)
             ));
+        }
+        why
+    }
+
+    /// What the program's own part of a run does not do.
+    fn undriven(&self) -> Vec<String> {
+        let mut why = Vec::new();
+        for resource in &self.spec.resources {
+            if let ResourceKind::Ring(_) = resource.kind {
+                why.push(format!("{}: a resource of kind ring is not built in this version", resource.name));
+            }
+        }
+        if let [_, second, ..] = self.sparse.as_slice() {
+            why.push(format!("{}: a run drives one resource of kind dsa; remove the others", second.name));
+        }
+        if self.sparse.is_empty() && !self.spec.caches().any(|(_, kv)| latents(&kv.config)) {
+            return why;
+        }
+        if self.spec.synthetic().is_some_and(|synthetic| synthetic.tree.is_some()) {
+            why.push("workload.tree: drafts need masks, and attention over latents takes none".into());
+        }
+        if self.spec.attentions().any(|(_, attention)| attention.query_from.is_some()) {
+            why.push("cross-attention beside a cache of latents is not driven in this version".into());
         }
         why
     }

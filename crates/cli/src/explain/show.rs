@@ -6,7 +6,7 @@ use mstar_core::spec::{Fallback, KernelFamily, ResourceKind, ResourceSpec, Sched
 use mstar_kernels::Device;
 use serde_json::{Value, json};
 
-use super::prepare::{Prepared, Served};
+use super::prepare::{Prepared, Served, ServedSparse};
 use crate::run::workload::RequestPlan;
 use crate::text::{COLUMNS, bytes, count, wrap};
 
@@ -21,7 +21,7 @@ pub(super) fn as_text(p: &Prepared) -> String {
         let name = resource.name.as_str();
         out += &wrap(&format!("  {} {name:<8} ", index + 1), &describe(resource));
     }
-    if !p.attentions.is_empty() {
+    if !p.attentions.is_empty() || !p.sparse.is_empty() {
         out += "\nlayers\n";
     }
     for served in &p.attentions {
@@ -30,6 +30,11 @@ pub(super) fn as_text(p: &Prepared) -> String {
             n => format!("0-{}", n - 1),
         };
         out += &wrap(&format!("  {layers:<10} "), &format!("{}: {}", served.name, serving(p, served)));
+    }
+    for served in &p.sparse {
+        for (layers, text) in sparse(p, served) {
+            out += &wrap(&format!("  {layers:<10} "), &format!("{}: {text}", served.name));
+        }
     }
     if !p.requests.is_empty() {
         out += "\nworkload\n";
@@ -213,6 +218,42 @@ fn serving(p: &Prepared, served: &Served) -> String {
     format!("backend {} ({asked}): {how}", served.backend)
 }
 
+/// Which layers of a resource of kind `dsa` do what, and by whom.
+fn sparse(p: &Prepared, served: &ServedSparse) -> Vec<(String, String)> {
+    let index = &served.index;
+    let layers = served.geometry.num_layers;
+    let how = match (&served.support, &served.factory) {
+        (Err(reason), _) => format!("nobody serves it: {reason}"),
+        (Ok(_), None) => "nobody serves it".to_string(),
+        (Ok(rank), Some(factory)) => {
+            let rank = rank_in_words(*rank);
+            format!("{} serves it: {rank} on {} with {}", factory.name(), p.device, p.machine.isa.name())
+        }
+    };
+    let dense = p.spec.attentions().find(|(_, attention)| {
+        attention.kv_cache.as_ref() == Some(&served.kv_cache) && attention.query_from.is_none()
+    });
+    let dense = dense.map_or(String::new(), |(dense, _)| {
+        format!("; plans whose queries see no more than that are run by {dense}")
+    });
+    let full: Vec<String> = index.full_layers.iter().map(usize::to_string).collect();
+    let selects = format!(
+        "select: score {} heads of {} over every key, keep {} and attend them{dense}; {how}",
+        index.index_n_heads,
+        index.index_head_dim,
+        count(index.index_topk as u64)
+    );
+    let mut rows = vec![(full.join(","), selects)];
+    let shared: Vec<usize> = (0..layers).filter(|&layer| !index.is_full(layer)).collect();
+    if !shared.is_empty() {
+        let names: Vec<String> = shared.iter().map(usize::to_string).collect();
+        let of = |&layer: &usize| Some(format!("{layer} of {}", index.full_layer_of(layer)?));
+        let from: Vec<String> = shared.iter().filter_map(of).collect();
+        rows.push((names.join(","), format!("share a pick: {}", from.join(", "))));
+    }
+    rows
+}
+
 fn rank_in_words(rank: Rank) -> &'static str {
     match rank {
         Rank::REFERENCE => "the slow reference",
@@ -277,6 +318,20 @@ pub(super) fn as_json(p: &Prepared) -> String {
             })
         })
         .collect();
+    let sparse: Vec<Value> = p
+        .sparse
+        .iter()
+        .map(|served| {
+            json!({
+                "resource": served.name.as_str(),
+                "kv_cache": served.kv_cache.as_str(),
+                "full_layers": served.index.full_layers,
+                "index_topk": served.index.index_topk,
+                "supported": served.support.is_ok(),
+                "why": sparse(p, served).into_iter().map(|(_, text)| text).collect::<Vec<_>>().join("; "),
+            })
+        })
+        .collect();
     let memory: Vec<Value> = p
         .estimate
         .lines
@@ -293,6 +348,7 @@ pub(super) fn as_json(p: &Prepared) -> String {
         "settings": settings(p).into_iter().collect::<std::collections::BTreeMap<_, _>>(),
         "resources": resources,
         "layers": layers,
+        "sparse": sparse,
         "requests": p.requests.len(),
         "memory": memory,
         "memory_bytes": p.estimate.total() as u64,

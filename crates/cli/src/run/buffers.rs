@@ -1,12 +1,16 @@
-//! One forward's queries, keys, values and outputs, in memory that every layer and step reuses.
+//! One forward's queries, cache entries and outputs, in memory that every layer and step reuses.
+//!
+//! An absorbed query is one draw of `C + E` lanes a head, `[q_nope | q_pe]`, and a latent one of `C + E`,
+//! `[ckv | kpe]`: whoever rebuilds them splits them alike.
 
-use mstar_core::attend::StepShape;
-use mstar_core::kv::KvLayout;
-use mstar_core::spec::Spec;
+use mstar_core::attend::{AttnOut, Indexed, Query, StepShape};
+use mstar_core::kv::KvEntries;
+use mstar_core::spec::{DsaSpec, ResourceKind, Spec};
 use mstar_kernels::synth::{self, Exact, Kind};
 use mstar_kernels::{Buffer, DType, TensorMut, TensorRef};
 use rayon::prelude::*;
 
+use super::entries::Entries;
 use super::script;
 use super::workload::{Generation, RequestPlan};
 
@@ -20,36 +24,67 @@ pub(crate) struct Widths {
     pub(crate) tokens: usize,
     /// `H`.
     pub(crate) num_qo_heads: usize,
-    /// `G`.
-    pub(crate) num_kv_heads: usize,
-    /// `D`, of keys and of values.
-    pub(crate) head_dim: usize,
+    /// A token's cache entries.
+    pub(crate) entries: Entries,
+    /// The indexer's, where the model has one.
+    pub(crate) index: Option<IndexWidths>,
     /// Element type.
     pub(crate) dtype: DType,
 }
 
+/// Shapes of what an indexer reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct IndexWidths {
+    /// `Hi`.
+    pub(crate) heads: usize,
+    /// `Di`.
+    pub(crate) head_dim: usize,
+}
+
+impl IndexWidths {
+    /// What a head weight is multiplied by, `Hi^-0.5 Di^-0.5`: folded into the weights, as layers hand them over.
+    pub(crate) fn weight_scale(self) -> f32 {
+        (1.0 / ((self.heads * self.head_dim) as f64).sqrt()) as f32
+    }
+}
+
 impl Widths {
-    /// The widths of a run; `None` where the spec has no cache of heads or no workload.
+    /// The widths of a run; `None` where the spec has no cache of heads or latents, or no workload.
     pub(crate) fn of(spec: &Spec, requests: &[RequestPlan]) -> Option<Widths> {
         let (_, kv) = spec.caches().next()?;
-        let KvLayout::Nhd { num_kv_heads, head_dim } = kv.config.layout else { return None };
+        let entries = Entries::of(kv.config.layout)?;
         let heads = spec.model.rank_heads(spec.world_size).ok()?;
         // Buckets have one token a row, and all of them are warmed up.
         let padded = spec.graph.as_ref().and_then(|graph| graph.buckets.last().copied()).unwrap_or(0);
+        let index = spec.resources.iter().find_map(|resource| match &resource.kind {
+            ResourceKind::Dsa(DsaSpec { index, .. }) => {
+                Some(IndexWidths { heads: index.index_n_heads, head_dim: index.index_head_dim })
+            }
+            _ => None,
+        });
         Some(Widths {
             tokens: largest_step(spec, requests)?.tokens.max(padded),
             num_qo_heads: heads.num_qo_heads,
-            num_kv_heads,
-            head_dim,
+            entries,
+            index,
             dtype: spec.dtype,
         })
     }
 
-    /// Bytes that [`Buffers::new`] allocates: `q`, `o` `[T, H, D]`, `k`, `v` `[T, G, D]`, `lse` `[T, H]` f32.
-    pub(crate) fn bytes(&self) -> Option<usize> {
-        let heads = self.num_qo_heads.checked_add(self.num_kv_heads)?.checked_mul(2)?;
-        let token = heads.checked_mul(self.head_dim)?.checked_mul(self.dtype.size())?;
+    /// Bytes of the attention's arrays: `q` `[T, H, D]` (or `[T, H, C + E]`), a token's entries, `o` `[T, H, D]` (or
+    /// `[T, H, C]`), `lse` `[T, H]` f32.
+    pub(crate) fn attended_bytes(&self) -> Option<usize> {
+        let head = self.entries.query_width().checked_add(self.entries.out_width())?;
+        let token = self.num_qo_heads.checked_mul(head)?.checked_add(self.entries.token_width())?;
+        let token = token.checked_mul(self.dtype.size())?;
         self.tokens.checked_mul(token.checked_add(self.num_qo_heads.checked_mul(4)?)?)
+    }
+
+    /// Bytes of the indexer's arrays: queries `[T, Hi, Di]`, keys `[T, Di]`, weights `[T, Hi]` f32; 0 without one.
+    pub(crate) fn index_bytes(&self) -> Option<usize> {
+        let Some(IndexWidths { heads, head_dim }) = self.index else { return Some(0) };
+        let token = heads.checked_add(1)?.checked_mul(head_dim)?.checked_mul(self.dtype.size())?;
+        self.tokens.checked_mul(token.checked_add(heads.checked_mul(4)?)?)
     }
 }
 
@@ -88,36 +123,77 @@ pub(crate) fn largest_step(spec: &Spec, requests: &[RequestPlan]) -> Option<Step
 pub(crate) struct Buffers {
     widths: Widths,
     q: Buffer,
-    k: Buffer,
-    v: Buffer,
+    fresh: Held,
+    index: Option<IndexBuffers>,
     o: Buffer,
     lse: Buffer,
 }
 
-/// Which array is generated.
+/// The step's own entries of one layer.
+enum Held {
+    Heads { k: Buffer, v: Buffer },
+    Latents { latent: Buffer },
+}
+
+/// What one full layer hands its indexer.
+struct IndexBuffers {
+    widths: IndexWidths,
+    q: Buffer,
+    keys: Buffer,
+    weights: Buffer,
+}
+
+/// Which arrays are generated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fresh {
-    /// `q`.
-    Query,
-    /// `k`.
-    Key,
-    /// `v`.
-    Value,
+    /// The queries.
+    Queries,
+    /// The cache's entries.
+    Entries,
+    /// The indexer's queries, keys and weights.
+    Index,
+}
+
+/// One layer's arrays: what it reads, and where it writes.
+pub(crate) struct Views<'a> {
+    /// `[T, H, D]`; or `[T, H, C]` and `[T, H, E]`, two parts of one array.
+    pub(crate) q: Query<'a>,
+    /// `[T, G, D]` each; or `[T, C]` and `[T, E]`, two parts of one array.
+    pub(crate) entries: KvEntries<'a>,
+    /// The indexer's, where the model has one.
+    pub(crate) indexed: Option<Indexed<'a>>,
+    /// `o` and `lse`.
+    pub(crate) out: AttnOut<'a>,
 }
 
 impl Buffers {
     /// Room for `widths`.
     pub(crate) fn new(widths: Widths) -> mstar_kernels::Result<Buffers> {
-        let Widths { tokens, num_qo_heads, num_kv_heads, head_dim, dtype } = widths;
-        let q = [tokens, num_qo_heads, head_dim];
-        let k = [tokens, num_kv_heads, head_dim];
+        let Widths { tokens: t, num_qo_heads: h, entries, dtype, .. } = widths;
+        let fresh = match entries {
+            Entries::Heads { num_kv_heads, head_dim } => Held::Heads {
+                k: Buffer::for_tensor(dtype, &[t, num_kv_heads, head_dim])?,
+                v: Buffer::for_tensor(dtype, &[t, num_kv_heads, head_dim])?,
+            },
+            Entries::Latents { .. } => {
+                Held::Latents { latent: Buffer::for_tensor(dtype, &[t, entries.token_width()])? }
+            }
+        };
+        let index = |widths: IndexWidths| -> mstar_kernels::Result<IndexBuffers> {
+            Ok(IndexBuffers {
+                widths,
+                q: Buffer::for_tensor(dtype, &[t, widths.heads, widths.head_dim])?,
+                keys: Buffer::for_tensor(dtype, &[t, widths.head_dim])?,
+                weights: Buffer::for_tensor(DType::F32, &[t, widths.heads])?,
+            })
+        };
         Ok(Buffers {
             widths,
-            q: Buffer::for_tensor(dtype, &q)?,
-            k: Buffer::for_tensor(dtype, &k)?,
-            v: Buffer::for_tensor(dtype, &k)?,
-            o: Buffer::for_tensor(dtype, &q)?,
-            lse: Buffer::for_tensor(DType::F32, &q[..2])?,
+            q: Buffer::for_tensor(dtype, &[t, h, entries.query_width()])?,
+            fresh,
+            index: widths.index.map(index).transpose()?,
+            o: Buffer::for_tensor(dtype, &[t, h, entries.out_width()])?,
+            lse: Buffer::for_tensor(DType::F32, &[t, h])?,
         })
     }
 
@@ -126,7 +202,7 @@ impl Buffers {
         self.widths.tokens
     }
 
-    /// Generates one array for the positions whose content keys are `keys` `[T]`, in the current rayon pool.
+    /// Generates arrays for the positions whose content keys are `keys` `[T]`, in the current rayon pool.
     pub(crate) fn generate(
         &mut self,
         which: Fresh,
@@ -134,50 +210,92 @@ impl Buffers {
         layer: usize,
         keys: &[u64],
     ) -> mstar_kernels::Result<()> {
-        let Widths { num_qo_heads, num_kv_heads, head_dim, dtype, .. } = self.widths;
-        let (buffer, kind, heads) = match which {
-            Fresh::Query => (&mut self.q, Kind::Query, num_qo_heads),
-            Fresh::Key => (&mut self.k, Kind::Key, num_kv_heads),
-            Fresh::Value => (&mut self.v, Kind::Value, num_kv_heads),
+        let Widths { num_qo_heads, entries, dtype, .. } = self.widths;
+        let draw = |buffer: &mut Buffer, kind: Kind, [heads, width]: [usize; 2]| {
+            let view = buffer.tensor_mut(0, dtype, &[keys.len(), heads, width])?;
+            match dtype {
+                DType::Bf16 => fill::<half::bf16>(seed, kind, layer, keys, [heads, width], view),
+                DType::F16 => fill::<half::f16>(seed, kind, layer, keys, [heads, width], view),
+                _ => fill::<f32>(seed, kind, layer, keys, [heads, width], view),
+            }
         };
-        let view = buffer.tensor_mut(0, dtype, &[keys.len(), heads, head_dim])?;
-        let shape = [heads, head_dim];
-        match dtype {
-            DType::Bf16 => fill::<half::bf16>(seed, kind, layer, keys, shape, view),
-            DType::F16 => fill::<half::f16>(seed, kind, layer, keys, shape, view),
-            _ => fill::<f32>(seed, kind, layer, keys, shape, view),
+        match which {
+            Fresh::Queries => draw(&mut self.q, Kind::Query, [num_qo_heads, entries.query_width()]),
+            Fresh::Entries => match (&mut self.fresh, entries) {
+                (Held::Heads { k, v }, Entries::Heads { num_kv_heads, head_dim }) => {
+                    draw(k, Kind::Key, [num_kv_heads, head_dim])?;
+                    draw(v, Kind::Value, [num_kv_heads, head_dim])
+                }
+                (Held::Latents { latent }, _) => draw(latent, Kind::Latent, [1, entries.token_width()]),
+                (Held::Heads { .. }, _) => unreachable!("made for these entries"),
+            },
+            Fresh::Index => {
+                let Some(IndexBuffers { widths, q, keys: index_keys, weights }) = &mut self.index else {
+                    return Ok(());
+                };
+                draw(q, Kind::IndexQuery, [widths.heads, widths.head_dim])?;
+                draw(index_keys, Kind::IndexKey, [1, widths.head_dim])?;
+                let shape = [keys.len(), widths.heads];
+                let mut view = weights.tensor_mut(0, DType::F32, &shape)?;
+                synth::fill(seed, Kind::IndexWeight, layer, keys, &mut view)?;
+                let scale = widths.weight_scale();
+                let all = view.as_mut_slice::<f32>().expect("a contiguous view of f32");
+                all.iter_mut().for_each(|weight| *weight *= scale);
+                Ok(())
+            }
         }
     }
 
-    /// `q` `[T, H, D]`, `k` and `v` `[T, G, D]` to read, `o` `[T, H, D]` and `lse` `[T, H]` to write.
-    #[allow(clippy::type_complexity, reason = "five views of one forward, named where they are taken")]
-    pub(crate) fn views(
-        &mut self,
-        tokens: usize,
-    ) -> mstar_kernels::Result<(TensorRef<'_>, TensorRef<'_>, TensorRef<'_>, TensorMut<'_>, TensorMut<'_>)>
-    {
-        let Widths { num_qo_heads, num_kv_heads, head_dim, dtype, .. } = self.widths;
-        let (q, k) = ([tokens, num_qo_heads, head_dim], [tokens, num_kv_heads, head_dim]);
-        Ok((
-            self.q.tensor(0, dtype, &q)?,
-            self.k.tensor(0, dtype, &k)?,
-            self.v.tensor(0, dtype, &k)?,
-            self.o.tensor_mut(0, dtype, &q)?,
-            self.lse.tensor_mut(0, DType::F32, &q[..2])?,
-        ))
+    /// The arrays of a plan of `tokens`.
+    pub(crate) fn views(&mut self, tokens: usize) -> mstar_kernels::Result<Views<'_>> {
+        let Widths { num_qo_heads: h, entries, dtype, .. } = self.widths;
+        let q = self.q.tensor(0, dtype, &[tokens, h, entries.query_width()])?;
+        let (q, fresh) = match (&self.fresh, entries) {
+            (Held::Heads { k, v }, Entries::Heads { num_kv_heads: g, head_dim: d }) => {
+                let (k, v) = (k.tensor(0, dtype, &[tokens, g, d])?, v.tensor(0, dtype, &[tokens, g, d])?);
+                (Query::Heads(q), KvEntries::Nhd { k, v })
+            }
+            (Held::Latents { latent }, Entries::Latents { kv_lora_rank: c, qk_rope_head_dim: e }) => {
+                let latent = latent.tensor(0, dtype, &[tokens, c + e])?;
+                let q = Query::Absorbed { nope: q.narrow(2, 0, c)?, pe: q.narrow(2, c, e)? };
+                (q, KvEntries::Mla { ckv: latent.narrow(1, 0, c)?, kpe: latent.narrow(1, c, e)? })
+            }
+            _ => unreachable!("made for these entries"),
+        };
+        let indexed = match &self.index {
+            None => None,
+            Some(index) => {
+                let IndexWidths { heads, head_dim } = index.widths;
+                Some(Indexed {
+                    keys: index.keys.tensor(0, dtype, &[tokens, head_dim])?,
+                    q: index.q.tensor(0, dtype, &[tokens, heads, head_dim])?,
+                    weights: index.weights.tensor(0, DType::F32, &[tokens, heads])?,
+                })
+            }
+        };
+        Ok(Views {
+            q,
+            entries: fresh,
+            indexed,
+            out: AttnOut {
+                o: self.o.tensor_mut(0, dtype, &[tokens, h, entries.out_width()])?,
+                lse: Some(self.lse.tensor_mut(0, DType::F32, &[tokens, h])?),
+            },
+        })
     }
 
     /// What the last layer wrote: `o` as bytes and as a view, `lse`.
     pub(crate) fn written(&self, tokens: usize) -> mstar_kernels::Result<Written<'_>> {
-        let Widths { num_qo_heads, head_dim, dtype, .. } = self.widths;
-        let elements = tokens * num_qo_heads * head_dim;
+        let Widths { num_qo_heads, entries, dtype, .. } = self.widths;
+        let vector = num_qo_heads * entries.out_width();
+        let elements = tokens * vector;
         let bytes = self.o.tensor(0, DType::U8, &[elements * dtype.size()])?;
         let lse = self.lse.tensor(0, DType::F32, &[tokens * num_qo_heads])?;
         Ok(Written {
             o: self.o.tensor(0, dtype, &[elements])?,
             bytes: bytes.as_slice().expect("a contiguous view of bytes"),
             lse: lse.as_slice().expect("a contiguous view of f32"),
-            vector: num_qo_heads * head_dim,
+            vector,
             heads: num_qo_heads,
         })
     }
@@ -186,13 +304,13 @@ impl Buffers {
 /// One layer's output.
 #[derive(Clone, Copy)]
 pub(crate) struct Written<'a> {
-    /// `[T * H * D]`.
+    /// `[T * H * Dv]`.
     pub(crate) o: TensorRef<'a>,
     /// The same, as bytes.
     pub(crate) bytes: &'a [u8],
     /// `[T * H]`.
     pub(crate) lse: &'a [f32],
-    /// `H * D`: elements of one token.
+    /// `H * Dv`: elements of one token.
     pub(crate) vector: usize,
     /// `H`.
     pub(crate) heads: usize,
@@ -232,33 +350,92 @@ fn fill<T: Exact>(
 mod tests {
     use super::*;
 
-    #[test]
-    fn generated_arrays_are_what_the_oracle_reads() {
-        let widths =
-            Widths { tokens: 100, num_qo_heads: 4, num_kv_heads: 2, head_dim: 16, dtype: DType::Bf16 };
+    const HEADS: Entries = Entries::Heads { num_kv_heads: 2, head_dim: 16 };
+    const LATENTS: Entries = Entries::Latents { kv_lora_rank: 12, qk_rope_head_dim: 4 };
+
+    fn generated(entries: Entries) -> (Buffers, Vec<u64>) {
+        let index = Some(IndexWidths { heads: 3, head_dim: 16 });
+        let widths = Widths { tokens: 100, num_qo_heads: 4, entries, index, dtype: DType::Bf16 };
         let mut buffers = Buffers::new(widths).unwrap();
         let keys: Vec<u64> = (0..70).map(|t| synth::chain(synth::ROOT, t)).collect();
-        for which in [Fresh::Query, Fresh::Key, Fresh::Value] {
+        for which in [Fresh::Queries, Fresh::Entries, Fresh::Index] {
             buffers.generate(which, 3, 1, &keys).unwrap();
         }
-        let (q, k, v, _, _) = buffers.views(70).unwrap();
-        for (view, kind, heads) in [(q, Kind::Query, 4), (k, Kind::Key, 2), (v, Kind::Value, 2)] {
-            let all = view.as_slice::<half::bf16>().unwrap();
-            for (t, head, lane) in [(0, 0, 0), (33, heads - 1, 15), (69, 1, 7)] {
-                let want = synth::element(3, kind, 1, keys[t], head, lane);
-                assert_eq!(all[(t * heads + head) * 16 + lane].to_f32(), want);
+        (buffers, keys)
+    }
+
+    /// `view` `[T, heads, width]` or `[T, width]` holds lanes `first..` of what `kind` draws.
+    #[track_caller]
+    fn holds(view: TensorRef<'_>, kind: Kind, first: usize, keys: &[u64]) {
+        for t in [0, 33, 69] {
+            let token = view.select(0, t).unwrap();
+            let heads = if token.rank() == 2 { token.shape()[0] } else { 1 };
+            for head in 0..heads {
+                let row = if token.rank() == 2 { token.select(0, head).unwrap() } else { token };
+                let row = row.as_slice::<half::bf16>().expect("a head's lanes are contiguous");
+                for (lane, got) in row.iter().enumerate() {
+                    let want = synth::element(3, kind, 1, keys[t], head, first + lane);
+                    assert_eq!(got.to_f32(), want, "{kind:?} token {t}, head {head}, lane {lane}");
+                }
             }
         }
     }
 
     #[test]
+    fn generated_arrays_are_what_the_oracle_reads() {
+        let (mut buffers, keys) = generated(HEADS);
+        let views = buffers.views(70).unwrap();
+        let (Query::Heads(q), KvEntries::Nhd { k, v }) = (views.q, views.entries) else { panic!() };
+        holds(q, Kind::Query, 0, &keys);
+        holds(k, Kind::Key, 0, &keys);
+        holds(v, Kind::Value, 0, &keys);
+    }
+
+    #[test]
+    fn latents_and_absorbed_queries_are_two_parts_of_one_draw() {
+        let (mut buffers, keys) = generated(LATENTS);
+        let views = buffers.views(70).unwrap();
+        let (Query::Absorbed { nope, pe }, KvEntries::Mla { ckv, kpe }) = (views.q, views.entries) else {
+            panic!()
+        };
+        holds(nope, Kind::Query, 0, &keys);
+        holds(pe, Kind::Query, 12, &keys);
+        holds(ckv, Kind::Latent, 0, &keys);
+        holds(kpe, Kind::Latent, 12, &keys);
+        assert_eq!((views.out.o.shape(), nope.shape()), (&[70, 4, 12][..], &[70, 4, 12][..]));
+    }
+
+    #[test]
+    fn index_weights_are_scaled_and_of_both_signs() {
+        let (mut buffers, keys) = generated(LATENTS);
+        let indexed = buffers.views(70).unwrap().indexed.expect("the widths have an indexer");
+        holds(indexed.q, Kind::IndexQuery, 0, &keys);
+        holds(indexed.keys, Kind::IndexKey, 0, &keys);
+        let weights = indexed.weights.as_slice::<f32>().unwrap();
+        let scale = (3.0f64 * 16.0).powf(-0.5) as f32;
+        assert_eq!(weights[7], synth::element(3, Kind::IndexWeight, 1, keys[2], 0, 1) * scale);
+        let negative = weights.iter().filter(|weight| **weight < 0.0).count();
+        assert!(negative > 60 && negative < 150, "{negative} of 210");
+    }
+
+    #[test]
     fn bytes_are_what_is_allocated() {
-        let widths = Widths { tokens: 7, num_qo_heads: 6, num_kv_heads: 3, head_dim: 5, dtype: DType::F32 };
-        let buffers = Buffers::new(widths).unwrap();
-        let held = [&buffers.q, &buffers.k, &buffers.v, &buffers.o, &buffers.lse].map(Buffer::len);
-        assert_eq!(widths.bytes(), Some(held.iter().sum()));
-        let huge = Widths { tokens: usize::MAX / 2, ..widths };
-        assert_eq!(huge.bytes(), None);
-        assert!(Buffers::new(huge).is_err());
+        for entries in [HEADS, LATENTS, Entries::Latents { kv_lora_rank: 5, qk_rope_head_dim: 0 }] {
+            for index in [None, Some(IndexWidths { heads: 3, head_dim: 8 })] {
+                let widths = Widths { tokens: 7, num_qo_heads: 6, entries, index, dtype: DType::F32 };
+                let buffers = Buffers::new(widths).unwrap();
+                let fresh = match &buffers.fresh {
+                    Held::Heads { k, v } => k.len() + v.len(),
+                    Held::Latents { latent } => latent.len(),
+                };
+                let held = buffers.q.len() + fresh + buffers.o.len() + buffers.lse.len();
+                assert_eq!(widths.attended_bytes(), Some(held));
+                let held = buffers.index.map_or(0, |i| i.q.len() + i.keys.len() + i.weights.len());
+                assert_eq!(widths.index_bytes(), Some(held));
+                let huge = Widths { tokens: usize::MAX / 2, ..widths };
+                assert_eq!(huge.attended_bytes(), None);
+                assert!(Buffers::new(huge).is_err());
+            }
+        }
     }
 }

@@ -1,25 +1,26 @@
-//! One forward: for every plan label of a step, layer after layer, synthetic Q, K and V through the caches and the
+//! One forward: for every plan label of a step, layer after layer, synthetic queries and entries through the caches and the
 //! attention resources, and then a look at what came out.
 
 use std::collections::HashMap;
 
 use anyhow::{Context, ensure};
-use mstar_core::attend::{AttnOut, Query, Work as Least, attend, write_kv};
-use mstar_core::kv::{KvEntries, KvPlan, PagedKv, PagedKvCache};
+use mstar_core::attend::{IndexGeometry, Selection, SparseWork, Work as Least, write_kv};
+use mstar_core::kv::{KvPlan, PagedKv, PagedKvCache};
 use mstar_core::{Label, PlanId, PlannedStep, RequestId};
 use mstar_kernels::reference::Real;
-use mstar_kernels::{DType, Element, Stream};
+use mstar_kernels::{DType, Element, Stream, TensorMut};
 use rayon::prelude::*;
 
 use super::buffers::{Buffers, Fresh, Written};
 use super::content::mix;
 use super::declare::draft_mask;
 use super::digest::{self, Place};
-use super::model::{Model, Room};
+use super::model::Model;
 use super::phases::Phases;
+use super::room::Room;
 use super::scheduler::Work;
 use super::script::{Addition, Content, Walk, Written as What};
-use super::verify::{self, Row, Sample, Verdict};
+use super::verify::{self, Layers, Pick, Row, Sample, Verdict};
 use super::workload::RequestPlan;
 
 /// What a forward needs beside the model.
@@ -53,6 +54,8 @@ pub(crate) struct Outcome {
     pub(crate) rows: usize,
     /// Which kernels ran.
     pub(crate) kernels: Vec<String>,
+    /// Pairs of a query and a key under an indexer, over all layers.
+    pub(crate) pairs: SparseWork,
 }
 
 /// One row of a plan, and whose it is.
@@ -123,10 +126,9 @@ fn write_context(
         let stream = Stream::cpu();
         let mut forward = planned.forward(label, &stream);
         for layer in 0..model.layers {
-            generate(buffers, scene, &[Fresh::Key, Fresh::Value], layer, &keys)?;
-            let (_, k, v, _, _) = buffers.views(keys.len())?;
+            generate(buffers, scene, &[Fresh::Entries], layer, &keys)?;
             forward.set_layer(layer);
-            write_kv(cache, &forward, KvEntries::Nhd { k, v })?;
+            write_kv(cache, &forward, buffers.views(keys.len())?.entries)?;
         }
     }
     Ok(())
@@ -156,36 +158,65 @@ fn run_label(
     let stream = Stream::cpu();
     let mut forward = planned.forward(plan.id.label.clone(), &stream);
     for layer in 0..model.layers {
-        generate(buffers, scene, &[Fresh::Query, Fresh::Key, Fresh::Value], layer, &keys)?;
+        generate(buffers, scene, &[Fresh::Queries, Fresh::Entries], layer, &keys)?;
+        if model.rooms().filter_map(Room::indexer).any(|index| index.is_full(layer)) {
+            generate(buffers, scene, &[Fresh::Index], layer, &keys)?;
+        }
         forward.set_layer(layer);
         for (turn, room) in model.own.iter().enumerate() {
-            let (q, k, v, o, lse) = buffers.views(tokens)?;
             // The first resource over the cache sees to it that the entries are written; the others find them there.
-            let fresh = (turn == 0 || !room.attention.requires_kv_write()).then_some(KvEntries::Nhd { k, v });
-            let out = AttnOut { o, lse: Some(lse) };
-            attend(&*room.attention, &mut forward, Query::Heads(q), fresh, out)
+            room.attend(&mut forward, buffers.views(tokens)?, turn == 0)
                 .with_context(|| format!("layer {layer} of {}", room.name))?;
-            let seen = Seen { room, layer, query_layer: layer };
+            let picked = if checked.is_empty() { None } else { Picked::copy(room, plan, layer)? };
+            let seen = Seen { room, layer, query_layer: layer, picked: picked.as_ref() };
             look(model, buffers, plan, &packed, &checked, scene, seen, outcome)?;
         }
         for room in &model.cross {
             // A cross-attention projects queries of its own: those of a layer past the last.
             let query_layer = model.layers + layer;
-            generate(buffers, scene, &[Fresh::Query], query_layer, &keys)?;
-            let (q, _, _, o, lse) = buffers.views(tokens)?;
-            let out = AttnOut { o, lse: Some(lse) };
-            attend(&*room.attention, &mut forward, Query::Heads(q), None, out)
+            generate(buffers, scene, &[Fresh::Queries], query_layer, &keys)?;
+            room.attend_context(&mut forward, buffers.views(tokens)?)
                 .with_context(|| format!("layer {layer} of {}", room.name))?;
-            look(model, buffers, plan, &packed, &checked, scene, Seen { room, layer, query_layer }, outcome)?;
+            let seen = Seen { room, layer, query_layer, picked: None };
+            look(model, buffers, plan, &packed, &checked, scene, seen, outcome)?;
         }
     }
     for room in model.rooms() {
-        let kernel = room.attention.kernel(&plan.id).unwrap_or_else(|| room.backend.clone());
-        // What follows a colon counts this plan's rows; which kernels ran is what comes before it.
-        let kernel = kernel.split(": ").next().unwrap_or_default();
-        outcome.kernels.push(format!("{}: {kernel}", room.name));
+        outcome.kernels.push(room.kernel(&plan.id)?);
+        outcome.pairs += room.pairs(&plan.id, model.layers).unwrap_or_default();
     }
     Ok(())
+}
+
+/// An indexer's picks of one layer, as it used them.
+struct Picked {
+    /// The full layer that they were made by.
+    layer: usize,
+    /// `[T, K]`; `None` when the plan needed none.
+    selection: Option<Vec<i32>>,
+}
+
+impl Picked {
+    /// The picks that `room` attended in `layer`; `None` for a room without an indexer.
+    fn copy(room: &Room, plan: &KvPlan, layer: usize) -> anyhow::Result<Option<Picked>> {
+        let Some(index) = room.indexer() else { return Ok(None) };
+        let full = index.full_layer_of(layer).context("no layer before it selects (a bug of mstar's)")?;
+        let Some(sparse) = room.selects(&plan.id)? else {
+            return Ok(Some(Picked { layer: full, selection: None }));
+        };
+        let shape = [plan.slots.len(), index.index_topk];
+        let mut selection = vec![0i32; shape[0] * shape[1]];
+        let selected = Selection::new(plan.id.clone(), full);
+        sparse.copy_selection(&selected, TensorMut::from_slice(&mut selection, &shape)?)?;
+        Ok(Some(Picked { layer: full, selection: Some(selection) }))
+    }
+
+    /// What of it concerns the tokens `tokens` of the plan.
+    fn of<'a>(&'a self, index: &'a IndexGeometry, tokens: std::ops::Range<usize>) -> Pick<'a> {
+        let topk = index.index_topk;
+        let selection = self.selection.as_ref().map(|all| &all[tokens.start * topk..tokens.end * topk]);
+        Pick { index, layer: self.layer, selection }
+    }
 }
 
 /// The plan's rows with whose they are, and the content key of every token; padding has key 0.
@@ -270,6 +301,7 @@ struct Seen<'a> {
     room: &'a Room,
     layer: usize,
     query_layer: usize,
+    picked: Option<&'a Picked>,
 }
 
 /// Hashes what a layer wrote, and verifies the chosen rows of it.
@@ -331,7 +363,8 @@ fn judge(
     let shape = &seen.room.shape;
     let is_cross = !shape.causal && seen.query_layer != seen.layer;
     let keys = if is_cross { &scene.contents[&packed.work.request].context.keys } else { &check.own };
-    let sample = Sample::of(shape, model.layers, packed.keys.len(), keys.len(), check.salt);
+    let index = seen.room.indexer();
+    let sample = Sample::of(shape, index, model.layers, packed.keys.len(), keys.len(), check.salt);
     if !sample.layers.contains(&seen.layer) {
         return None;
     }
@@ -346,6 +379,7 @@ fn judge(
         queries: &packed.keys,
         own_mask: if is_cross { None } else { check.mask.as_deref() },
         first_position: packed.addition.start,
+        pick: index.zip(seen.picked).map(|(index, picked)| picked.of(index, packed.tokens.clone())),
     };
     Some(match model.dtype {
         DType::Bf16 => judge_typed::<half::bf16>(&row, &sample, scene, seen, written, packed),
@@ -365,7 +399,8 @@ fn judge_typed<T: Real + Element>(
     let all = written.o.as_slice::<T>().expect("a contiguous view of the run's dtype");
     let o = &all[packed.tokens.start * written.vector..packed.tokens.end * written.vector];
     let lse = &written.lse[packed.tokens.start * written.heads..packed.tokens.end * written.heads];
-    verify::check(row, sample, scene.seed, seen.layer, seen.query_layer, T::DTYPE, o, lse)
+    let layers = Layers { own: seen.layer, query: seen.query_layer };
+    verify::check(row, sample, scene.seed, layers, T::DTYPE, o, lse)
 }
 
 /// Padded rows yield zeros and `-inf`, bit for bit.

@@ -6,7 +6,8 @@
 //! | [`content`], [`script`] | what each token is; what a request does next |
 //! | [`scheduler`], [`need`], [`event`] | continuous batching over a virtual clock; what one request needs to its end; what happened |
 //! | [`model`], [`warm`], [`declare`], [`runtime`] | the engine of a spec; its buckets tried; steps for it; the scheduler's hands |
-//! | [`buffers`], [`forward`] | synthetic Q, K, V; one forward, layer after layer |
+//! | [`room`] | an attention resource, alone or under an indexer |
+//! | [`entries`], [`buffers`], [`forward`] | synthetic queries and cache entries; one forward, layer after layer |
 //! | [`verify`], [`digest`], [`replay`] | rows against the oracle; outputs as a hash; hits against the log |
 //! | [`phases`], [`memory`], [`limit`], [`report`], [`files`], [`paths`], [`plot`] | costs, and how they are told |
 
@@ -15,6 +16,7 @@ pub(crate) mod buffers;
 mod content;
 mod declare;
 mod digest;
+pub(crate) mod entries;
 mod event;
 mod files;
 mod format;
@@ -28,6 +30,7 @@ mod phases;
 mod plot;
 mod replay;
 mod report;
+mod room;
 mod runtime;
 mod scheduler;
 mod script;
@@ -44,6 +47,7 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use mstar_core::attend::SparseWork;
 
 pub(crate) use self::args::Arguments;
 
@@ -128,8 +132,9 @@ fn drive(
     let roof = Roof::measure(prepared.machine.isa, spec.dtype);
     let phases = Arc::new(Phases::default());
     let largest = buffers::largest_step(spec, &prepared.requests);
-    let model = Model::build(spec, prepared.device, &prepared.attentions, largest, &phases)?;
-    let widths = Widths::of(spec, &prepared.requests).context("run needs a cache of heads (layout: nhd)")?;
+    let model =
+        Model::build(spec, prepared.device, &prepared.attentions, &prepared.sparse, largest, &phases)?;
+    let widths = Widths::of(spec, &prepared.requests).context("run needs a cache of heads or latents")?;
     let mut buffers = Buffers::new(widths)?;
     warm::up(&model, &mut buffers)?;
     phases.clear();
@@ -265,6 +270,11 @@ fn tell(
             .map(|(phase, resource, cost)| told(phase, resource, cost, &roof))
             .collect(),
         kernels: live.kernels().clone(),
+        sparse: (!prepared.sparse.is_empty()).then(|| {
+            let SparseWork { scored, attended, dense } = live.pairs();
+            let share = if dense == 0 { 0.0 } else { attended as f64 / dense as f64 };
+            report::Sparse { scored, attended, dense, share }
+        }),
         memory: report::MemoryReport {
             estimated: u64::try_from(prepared.estimate.total()).unwrap_or(u64::MAX),
             estimated_most: u64::try_from(prepared.estimate.most()).unwrap_or(u64::MAX),
@@ -287,6 +297,7 @@ fn tell(
             rows: verified.rows,
             checks: verified.checks,
             vectors: verified.vectors,
+            picks: verified.picks,
             failed: verified.failed,
             worst_share_of_allowed: verified.worst,
             first_failure: verified.first_failure.clone(),
@@ -312,7 +323,7 @@ fn told(phase: &'static str, resource: String, cost: phases::Cost, roof: &Roof) 
     let rate = |n: u64| (n > 0 && seconds > 0.0).then(|| n as f64 / seconds);
     let bytes = cost.work.bytes_read + cost.work.bytes_written;
     // What a step has just made lies in a processor's cache: only phases that stream memory are held to a limit.
-    let bound = matches!(phase, "attend" | "offload" | "reload") && seconds > 0.0;
+    let bound = matches!(phase, "attend" | "select" | "offload" | "reload") && seconds > 0.0;
     let least = roof.least_seconds(&cost.work);
     report::Phase {
         phase: phase.to_owned(),

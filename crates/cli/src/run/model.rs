@@ -2,34 +2,22 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, bail};
-use mstar_core::attend::{AttnGeometry, BuildContext, StepShape};
+use anyhow::{Context, bail, ensure};
+use mstar_core::attend::{AttnGeometry, BuildContext, SparseAttention, StepShape};
 use mstar_core::graph::Buckets;
-use mstar_core::kv::{KvConfig, KvLayout, PagedKv, PagedKvCache};
+use mstar_core::kv::{KvConfig, PagedKv, PagedKvCache};
 use mstar_core::resource::EngineOptions;
 use mstar_core::spec::{AttentionSpec, ResourceKind, Spec};
-use mstar_core::{Attention, Engine, Resource, ResourceName};
+use mstar_core::{Engine, Resource, ResourceName};
 use mstar_kernels::{DType, Device};
 
 use super::declare::Parts;
+use super::entries::Entries;
 use super::phases::Phases;
+use super::room::{Attends, Room};
 use super::script::Walk;
 use super::verify::Shape;
-use crate::explain::Served;
-
-/// An attention resource of a running model.
-pub(crate) struct Room {
-    /// Its name.
-    pub(crate) name: ResourceName,
-    /// The resource.
-    pub(crate) attention: Arc<dyn Attention>,
-    /// Its mathematics, for the oracle.
-    pub(crate) shape: Shape,
-    /// Its place among the model's attention resources.
-    pub(crate) index: usize,
-    /// The backend that serves it.
-    pub(crate) backend: String,
-}
+use crate::explain::{Served, ServedSparse};
 
 /// A model's attention state and work.
 pub(crate) struct Model {
@@ -61,6 +49,7 @@ impl Model {
         spec: &Spec,
         device: Device,
         served: &[Served],
+        sparse: &[ServedSparse],
         largest: Option<StepShape>,
         phases: &Arc<Phases>,
     ) -> anyhow::Result<Model> {
@@ -71,52 +60,74 @@ impl Model {
         let (mut own, mut cross) = (Vec::new(), Vec::new());
         let (mut main, mut context): (Option<ResourceName>, Option<ResourceName>) = (None, None);
         let mut host_pages = 0usize;
+        let mut indexer: Option<(ResourceName, Arc<dyn SparseAttention>, Shape)> = None;
         for resource in &spec.resources {
+            let name = &resource.name;
+            let find = |caches: &[(ResourceName, Arc<PagedKvCache>)], name: Option<&ResourceName>| {
+                let cache = caches.iter().find(|(other, _)| Some(other) == name)?;
+                Some(cache.1.clone() as Arc<dyn PagedKv>)
+            };
+            let context_of = |geometry: &AttnGeometry, kv_cache, query_from| BuildContext {
+                name: name.clone(),
+                geometry: geometry.clone(),
+                device,
+                kv_cache: find(&caches, kv_cache),
+                query_from: find(&caches, query_from),
+                slots,
+                largest,
+                schedule: spec.schedule,
+                fallback: spec.fallback,
+            };
             match &resource.kind {
                 ResourceKind::Kv(kv) => {
-                    let made = PagedKvCache::new(resource.name.clone(), kv.config.clone())
-                        .with_context(|| format!("resources.{}", resource.name))?;
+                    let made = PagedKvCache::new(name.clone(), kv.config.clone())
+                        .with_context(|| format!("resources.{name}"))?;
                     let cache = Arc::new(made);
                     host_pages += kv.host_pages;
                     resources.push(cache.clone());
-                    caches.push((resource.name.clone(), cache));
+                    caches.push((name.clone(), cache));
                 }
                 ResourceKind::Attention(attention) => {
                     let served = served
                         .iter()
-                        .find(|served| served.name == resource.name)
-                        .with_context(|| format!("no backend was chosen for resources.{}", resource.name))?;
-                    let find = |name: &Option<ResourceName>| -> Option<Arc<dyn PagedKv>> {
-                        let cache = caches.iter().find(|(other, _)| Some(other) == name.as_ref())?;
-                        Some(cache.1.clone())
-                    };
-                    let built = served.options.build(&BuildContext {
-                        name: resource.name.clone(),
-                        geometry: served.geometry.clone(),
-                        device,
-                        kv_cache: find(&attention.kv_cache),
-                        query_from: find(&attention.query_from),
-                        slots,
-                        largest,
-                        schedule: spec.schedule,
-                        fallback: spec.fallback,
-                    });
-                    let built = built.with_context(|| format!("resources.{}", resource.name))?;
+                        .find(|served| served.name == *name)
+                        .with_context(|| format!("no backend was chosen for resources.{name}"))?;
+                    let (kv_cache, query_from) = (attention.kv_cache.as_ref(), attention.query_from.as_ref());
+                    let built = served.options.build(&context_of(&served.geometry, kv_cache, query_from));
+                    let built = built.with_context(|| format!("resources.{name}"))?;
                     resources.push(built.clone());
                     let is_cross = attention.query_from.is_some();
                     let part = if is_cross { &mut context } else { &mut main };
-                    claim(part, attention.kv_cache.as_ref(), &resource.name)?;
+                    claim(part, attention.kv_cache.as_ref(), name)?;
                     let room = Room {
-                        name: resource.name.clone(),
-                        attention: built,
+                        name: name.clone(),
+                        attends: Attends::Dense(built),
                         shape: shape(&served.geometry, !is_cross && causal(attention))?,
                         index: own.len() + cross.len(),
                         backend: served.backend.to_owned(),
                     };
                     if is_cross { cross.push(room) } else { own.push(room) }
                 }
-                other => bail!("resources.{}: kind {} cannot be run yet", resource.name, other.name()),
+                ResourceKind::Dsa(dsa) => {
+                    let served = sparse
+                        .iter()
+                        .find(|served| served.name == *name)
+                        .with_context(|| format!("nobody serves resources.{name}"))?;
+                    let factory = served.factory.as_ref().with_context(|| format!("resources.{name}"))?;
+                    let cx = context_of(&served.geometry, Some(&dsa.kv_cache), None);
+                    let built = factory.build(&cx, &dsa.index);
+                    let built = built.with_context(|| format!("resources.{name}"))?;
+                    resources.push(built.clone());
+                    claim(&mut main, Some(&dsa.kv_cache), name)?;
+                    ensure!(indexer.is_none(), "resources.{name}: run drives one resource of kind dsa");
+                    indexer = Some((name.clone(), built, shape(&served.geometry, true)?));
+                }
+                other => bail!("resources.{name}: kind {} cannot be run yet", other.name()),
             }
+        }
+        let masked = own.iter().map(|room: &Room| room.name.clone()).collect();
+        if let Some((name, sparse, shape)) = indexer {
+            under(&mut own, cross.len(), name, sparse, shape);
         }
         let Some(main) = main else {
             bail!(
@@ -135,11 +146,7 @@ impl Model {
             EngineOptions { slots, preplan, observer: Some(phases.clone()), ..EngineOptions::default() };
         let engine = Engine::with_options(resources, options)?;
         engine.build_accelerator_graph_buffers(buckets.iter())?;
-        let parts = Parts {
-            kv: main,
-            own: own.iter().map(|room: &Room| room.name.clone()).collect(),
-            context: context.clone(),
-        };
+        let parts = Parts { kv: main, own: masked, context: context.clone() };
         Ok(Model {
             engine,
             kv,
@@ -185,6 +192,33 @@ fn claim(
     Ok(())
 }
 
+/// Puts the first attention over the requests' own cache under the indexer `sparse`: it runs the plans that need no
+/// pick, in the same room. Without one the indexer has a room of its own.
+fn under(
+    own: &mut Vec<Room>,
+    others: usize,
+    name: ResourceName,
+    sparse: Arc<dyn SparseAttention>,
+    shape: Shape,
+) {
+    let backend = "dsa".to_owned();
+    match own.first_mut() {
+        Some(room) => {
+            if let Attends::Dense(attention) = &room.attends {
+                room.attends = Attends::Sparse { sparse, dense: Some(attention.clone()) };
+                (room.name, room.backend) = (name, backend);
+            }
+        }
+        None => own.push(Room {
+            name,
+            attends: Attends::Sparse { sparse, dense: None },
+            shape,
+            index: others,
+            backend,
+        }),
+    }
+}
+
 /// Whether the resource's own options leave it causal, as it is unless said; they were checked by its backend.
 fn causal(attention: &AttentionSpec) -> bool {
     attention.options.get("causal").and_then(|node| node.scalar()).is_none_or(|scalar| scalar.text != "false")
@@ -192,15 +226,13 @@ fn causal(attention: &AttentionSpec) -> bool {
 
 /// The mathematics of a geometry, for the oracle.
 fn shape(geometry: &AttnGeometry, causal: bool) -> anyhow::Result<Shape> {
-    let KvLayout::Nhd { num_kv_heads, head_dim } = geometry.layout else {
-        bail!("a cache of latents cannot be run yet; use layout: nhd");
+    let Some(entries) = Entries::of(geometry.layout) else {
+        bail!("a cache of layout {:?} cannot be run", geometry.layout);
     };
     let softmax = &geometry.softmax;
     Ok(Shape {
         num_qo_heads: geometry.num_qo_heads,
-        num_kv_heads,
-        head_dim_qk: head_dim,
-        head_dim_vo: head_dim,
+        entries,
         sm_scale: f64::from(softmax.sm_scale),
         causal,
         window_left: softmax.window_left.map_or(-1, |window| window as i64),

@@ -33,6 +33,8 @@ pub(crate) struct Report {
     pub(crate) tokens_per_s: f64,
     pub(crate) phases: Vec<Phase>,
     pub(crate) kernels: BTreeMap<String, u64>,
+    /// With an indexer.
+    pub(crate) sparse: Option<Sparse>,
     pub(crate) memory: MemoryReport,
     pub(crate) cache: Cache,
     pub(crate) verify: Verify,
@@ -114,6 +116,19 @@ pub(crate) struct Phase {
     pub(crate) share_of_limit: Option<f64>,
 }
 
+/// Pairs of a query and a key, over all layers, heads not counted.
+#[derive(Debug, Serialize)]
+pub(crate) struct Sparse {
+    /// Scored by the indexer.
+    pub(crate) scored: u64,
+    /// Attended.
+    pub(crate) attended: u64,
+    /// That attention to every visible key would have attended.
+    pub(crate) dense: u64,
+    /// `attended / dense`.
+    pub(crate) share: f64,
+}
+
 /// Memory, in bytes.
 #[derive(Debug, Serialize)]
 pub(crate) struct MemoryReport {
@@ -146,6 +161,8 @@ pub(crate) struct Verify {
     pub(crate) rows: u64,
     pub(crate) checks: u64,
     pub(crate) vectors: u64,
+    /// Queries of a layer whose pick was judged by its scores.
+    pub(crate) picks: u64,
     pub(crate) failed: u64,
     pub(crate) worst_share_of_allowed: f64,
     pub(crate) first_failure: Option<String>,
@@ -326,6 +343,21 @@ impl Report {
         for (kernel, plans) in &self.kernels {
             lines.push(("kernel", format!("{kernel} ({} plans)", count(*plans))));
         }
+        if let Some(Sparse { scored, attended, dense, share }) = &self.sparse {
+            let scored_share = if *dense == 0 { 0.0 } else { *scored as f64 / *dense as f64 };
+            lines.push((
+                "keys",
+                format!(
+                    "{} pairs of a query and a key attended of {} that dense attention would ({:.1}%), {} scored \
+                     ({:.1}%)",
+                    count(*attended),
+                    count(*dense),
+                    100.0 * share,
+                    count(*scored),
+                    100.0 * scored_share
+                ),
+            ));
+        }
         let resident =
             self.memory.resident_peak.map_or_else(String::new, |n| format!(", {} resident", bytes(n.into())));
         lines.push((
@@ -357,10 +389,15 @@ impl Report {
             ));
         }
         if self.verify.rate > 0.0 {
+            let picks = match self.verify.picks {
+                0 => String::new(),
+                picks => format!(", {} picks", count(picks)),
+            };
             lines.push((
                 "verified",
                 format!(
-                    "{} rows ({} layers of them, {} vectors) in f64: {} wrong; worst error {:.2} of what is allowed",
+                    "{} rows ({} layers of them, {} vectors{picks}) in f64: {} wrong; worst error {:.2} of what is \
+                     allowed",
                     count(self.verify.rows),
                     count(self.verify.checks),
                     count(self.verify.vectors),
@@ -436,6 +473,12 @@ pub(super) mod tests {
             tokens_per_s: 81_234.5,
             phases: vec![phase("kv write", "a-resource-of-a-long-name"), phase("synthesize", "")],
             kernels: BTreeMap::from([("attn: paged cpu avx512 decode + prefill".into(), 100)]),
+            sparse: Some(Sparse {
+                scored: 123_456_789_012,
+                attended: 98_765_432_101,
+                dense: 999_999_999_999,
+                share: 0.0988,
+            }),
             memory: MemoryReport {
                 estimated: 1 << 30,
                 estimated_most: 2 << 30,
@@ -458,6 +501,7 @@ pub(super) mod tests {
                 rows: 1234,
                 checks: 9999,
                 vectors: 123_456,
+                picks: 1234,
                 failed: 1,
                 worst_share_of_allowed: 1.5,
                 first_failure: Some("step 3 ".repeat(40)),

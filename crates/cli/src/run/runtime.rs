@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use anyhow::Context;
-use mstar_core::attend::Work as Least;
+use mstar_core::attend::{SparseWork, Work as Least};
 use mstar_core::kv::{KvEvent, PagedKvCache};
 use mstar_core::{
     Admission, Ingest, Label, Outcome, PlannedStep, PreplannedStep, Refusal, RequestId, Resource,
@@ -36,6 +36,8 @@ pub(crate) struct Verified {
     pub(crate) checks: u64,
     /// (query, head, layer) vectors recomputed.
     pub(crate) vectors: u64,
+    /// (query, layer) pairs whose pick was judged.
+    pub(crate) picks: u64,
     /// Checks that failed.
     pub(crate) failed: u64,
     /// The largest error as a share of what was allowed.
@@ -77,6 +79,7 @@ pub(crate) struct Live<'a> {
     verified: Verified,
     last: StepCost,
     kernels: std::collections::BTreeMap<String, u64>,
+    pairs: SparseWork,
     memory: Memory,
 }
 
@@ -110,6 +113,7 @@ impl<'a> Live<'a> {
             verified: Verified::default(),
             last: StepCost::default(),
             kernels: std::collections::BTreeMap::new(),
+            pairs: SparseWork::default(),
             memory,
         }
     }
@@ -137,6 +141,11 @@ impl<'a> Live<'a> {
     /// Which kernels ran, and in how many plans.
     pub(crate) fn kernels(&self) -> &std::collections::BTreeMap<String, u64> {
         &self.kernels
+    }
+
+    /// Pairs of a query and a key under an indexer, over all layers.
+    pub(crate) fn pairs(&self) -> SparseWork {
+        self.pairs
     }
 
     /// Memory so far.
@@ -177,6 +186,7 @@ impl<'a> Live<'a> {
         for verdict in outcome.verdicts {
             self.verified.checks += 1;
             self.verified.vectors += verdict.vectors;
+            self.verified.picks += verdict.picks;
             if verdict.allowed > 0.0 {
                 self.verified.worst = self.verified.worst.max(verdict.error / verdict.allowed);
             }
@@ -185,6 +195,7 @@ impl<'a> Live<'a> {
                 self.verified.first_failure.get_or_insert(failure);
             }
         }
+        self.pairs += outcome.pairs;
         for kernel in outcome.kernels {
             *self.kernels.entry(kernel).or_default() += 1;
         }

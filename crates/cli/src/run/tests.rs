@@ -18,10 +18,12 @@ use mstar_kernels::reference::paged;
 use mstar_kernels::reference::paged::{Cache, Options, Paged};
 use mstar_kernels::{Device, TensorMut, TensorRef};
 
+mod latents;
+
 use super::replay::Replayed;
 use super::runtime::Verified;
 use super::*;
-use crate::explain::Served;
+use crate::explain::{Served, ServedSparse};
 
 /// Options of the oracle's backend: what it is to do wrong.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -118,7 +120,14 @@ impl Attention for Oracle {
     fn run(&self, forward: &mut Forward<'_>, q: Query<'_>, _: Fresh<'_>, mut out: AttnOut<'_>) -> Result<()> {
         let plan = self.kv.kv_plan(forward.plan_id())?;
         let layer = if self.wrong == Some(Wrong::Layer) { 0 } else { forward.layer() };
-        let LayerView::Nhd { k, v } = self.kv.layer(layer)? else { panic!("a cache of heads") };
+        let (k, v) = match self.kv.layer(layer)? {
+            LayerView::Nhd { k, v } => (k, v),
+            LayerView::Mla { latent } => {
+                let rows = latents::Rows { plan: &plan, latent, geometry: &self.geometry, wrong: self.wrong };
+                return rows.attend(q, |_, seen| (0..seen as i32).collect(), out);
+            }
+            _ => panic!("another layout"),
+        };
         let Query::Heads(q) = q else { panic!("heads") };
         let declared = self.masks.lock().unwrap()[&forward.serial()].clone();
         let masks: Vec<Option<Vec<bool>>> = plan
@@ -187,6 +196,8 @@ struct Ran {
     counts: Counts,
     verified: Verified,
     digest: String,
+    pairs: SparseWork,
+    kernels: Vec<String>,
     padded: u64,
     replayed: Replayed,
     refusals: Vec<String>,
@@ -209,8 +220,17 @@ workload:
 ";
 
 fn ran(sets: &[&str], wrong: Option<Wrong>) -> Ran {
+    ran_with(SPEC, sets, wrong, |_| Vec::new())
+}
+
+fn ran_with(
+    text: &str,
+    sets: &[&str],
+    wrong: Option<Wrong>,
+    sparse: impl Fn(&Spec) -> Vec<ServedSparse>,
+) -> Ran {
     let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
-    let spec = Spec::from_yaml(SPEC.as_bytes(), &sets, "small").unwrap_or_else(|e| panic!("{e}"));
+    let spec = Spec::from_yaml(text.as_bytes(), &sets, "small").unwrap_or_else(|e| panic!("{e}"));
     let workload = spec.workload.as_ref().unwrap();
     let requests = workload::load(workload, spec.seed, None).unwrap();
     let heads = spec.model.num_qo_heads;
@@ -226,7 +246,7 @@ fn ran(sets: &[&str], wrong: Option<Wrong>) -> Ran {
         })
         .collect();
     let phases = Arc::new(Phases::default());
-    let model = Model::build(&spec, Device::Cpu, &served, None, &phases).unwrap();
+    let model = Model::build(&spec, Device::Cpu, &served, &sparse(&spec), None, &phases).unwrap();
     let mut buffers = Buffers::new(Widths::of(&spec, &requests).unwrap()).unwrap();
     warm::up(&model, &mut buffers).unwrap();
     let mut live = Live::new(&model, &requests, buffers, spec.seed, 1.0, phases.clone());
@@ -252,6 +272,8 @@ fn ran(sets: &[&str], wrong: Option<Wrong>) -> Ran {
         counts: scheduler.counts(),
         verified: live.verified().clone(),
         digest: live.digest().hex(),
+        pairs: live.pairs(),
+        kernels: live.kernels().keys().cloned().collect(),
         padded: live.padded_steps(),
         replayed: if model.config().prefix_cache {
             replay::replay(&requests, scheduler.events(), model.config().page_size)

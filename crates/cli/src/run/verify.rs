@@ -1,6 +1,6 @@
 //! `--verify RATE`: that share of the rows of every step, recomputed in f64 from the request log.
 //!
-//! A checked row's whole K and V are generated anew from the content keys of its stream, which the request's plan
+//! A checked row's whole K and V (or latents) are generated anew from the content keys of its stream, which the request's plan
 //! gives ([`Content`](super::script::Content)): not from a page table, nor from anything the caches hold. So a
 //! wrong page, a stale fork, a lost reload or a mask off by one shows as a wrong output.
 //!
@@ -13,13 +13,19 @@
 //! may be rounded to a 16-bit input type too ([`PROBABILITY_ROUNDING`]); f32 passes below 1e-6. `lse` passes below
 //! 1e-6. A NaN fails.
 
+mod heads;
+mod latents;
+mod picks;
+
+use mstar_core::attend::IndexGeometry;
 use mstar_core::{Label, RequestId, ResourceName};
 use mstar_kernels::DType;
-use mstar_kernels::reference::paged::{Cache, Options, Paged};
-use mstar_kernels::reference::{Attended, Real, paged};
-use mstar_kernels::synth::{self, Kind};
+use mstar_kernels::reference::{Attended, Real};
+
+pub(crate) use self::picks::Pick;
 
 use super::content::{mix, unit};
+use super::entries::Entries;
 
 /// Multiplications and additions of the oracle that one row of one step may cost.
 pub(crate) const BUDGET: usize = 4 << 20;
@@ -33,12 +39,8 @@ pub(crate) const PROBABILITY_ROUNDING: f64 = std::f64::consts::SQRT_2;
 pub(crate) struct Shape {
     /// `H`.
     pub(crate) num_qo_heads: usize,
-    /// `G`.
-    pub(crate) num_kv_heads: usize,
-    /// `D`.
-    pub(crate) head_dim_qk: usize,
-    /// `Dv`.
-    pub(crate) head_dim_vo: usize,
+    /// A token's entries in the cache.
+    pub(crate) entries: Entries,
     /// Factor on `q.k`.
     pub(crate) sm_scale: f64,
     /// Whether a query sees no later key.
@@ -76,6 +78,29 @@ pub(crate) struct Row<'a> {
     pub(crate) own_mask: Option<&'a [bool]>,
     /// Absolute position of the first query.
     pub(crate) first_position: usize,
+    /// What an indexer picked, where there is one.
+    pub(crate) pick: Option<Pick<'a>>,
+}
+
+impl Row<'_> {
+    /// Keys that a causal `query` sees.
+    fn seen(&self, query: usize) -> usize {
+        (self.keys.len() + query + 1).saturating_sub(self.queries.len())
+    }
+
+    /// `why`, of one query.
+    fn about(&self, query: usize, why: &str) -> String {
+        format!("query {query} (position {}): {why}", self.first_position + query)
+    }
+}
+
+/// The layers that a row's parts were drawn for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Layers {
+    /// Of the keys and values, and of the sinks.
+    pub(crate) own: usize,
+    /// Of the queries.
+    pub(crate) query: usize,
 }
 
 /// Which parts of a row are recomputed.
@@ -87,6 +112,8 @@ pub(crate) struct Sample {
     pub(crate) heads: Vec<usize>,
     /// Queries of the row, rising.
     pub(crate) queries: Vec<usize>,
+    /// Of those, the ones whose pick is judged.
+    pub(crate) picks: Vec<usize>,
 }
 
 /// Whether a row of a step is checked, by hash.
@@ -96,9 +123,19 @@ pub(crate) fn chosen(rate: f64, seed: u64, step: u64, request: u64, stream: usiz
 }
 
 impl Sample {
-    /// The sample of a row of `q_len` queries over `kv_len` keys. `salt` varies it from row to row.
-    pub(crate) fn of(shape: &Shape, layers: usize, q_len: usize, kv_len: usize, salt: u64) -> Sample {
-        let per_query = kv_len.max(1).saturating_mul(shape.head_dim_qk + shape.head_dim_vo);
+    /// The sample of a row of `q_len` queries over `kv_len` keys, of which a query attends `index_topk` where there is
+    /// an indexer. `salt` varies it from row to row.
+    pub(crate) fn of(
+        shape: &Shape,
+        index: Option<&IndexGeometry>,
+        layers: usize,
+        q_len: usize,
+        kv_len: usize,
+        salt: u64,
+    ) -> Sample {
+        let attended = index.map_or(kv_len, |index| kv_len.min(index.index_topk)).max(1);
+        let lanes = shape.entries.query_width() + shape.entries.out_width();
+        let per_query = attended.saturating_mul(lanes);
         let fits = |layers: usize, heads: usize, queries: usize| {
             per_query.saturating_mul(layers).saturating_mul(heads).saturating_mul(queries) <= BUDGET
         };
@@ -113,10 +150,19 @@ impl Sample {
         while heads > 1 && !fits(some_layers, heads, queries) {
             heads /= 2;
         }
+        let queries = pick(q_len, queries, mix(salt, 3), true);
+        let picks = index.map_or(Vec::new(), |index| {
+            // Scoring costs the same whatever is attended, and at least one pick a layer is judged.
+            let each = picks::cost(index, kv_len).saturating_mul(some_layers).max(1);
+            let count = (BUDGET / each).max(1);
+            let chosen = pick(queries.len(), count, mix(salt, 4), false);
+            chosen.into_iter().map(|at| queries[at]).collect()
+        });
         Sample {
             layers: pick(layers, some_layers, mix(salt, 1), false),
             heads: pick(shape.num_qo_heads, heads, mix(salt, 2), false),
-            queries: pick(q_len, queries, mix(salt, 3), true),
+            queries,
+            picks,
         }
     }
 }
@@ -141,6 +187,8 @@ fn pick(all: usize, count: usize, hash: u64, ends: bool) -> Vec<usize> {
 pub(crate) struct Verdict {
     /// (query, head, layer) triples recomputed.
     pub(crate) vectors: u64,
+    /// (query, layer) pairs whose pick was judged.
+    pub(crate) picks: u64,
     /// Relative L2 error of `o`.
     pub(crate) error: f64,
     /// What the gate allows.
@@ -160,125 +208,79 @@ struct Norms {
     worst: Option<(f64, String)>,
 }
 
-/// Recomputes `sample` of `row` in `layer` and judges `o` `[q_len, H, Dv]` and `lse` `[q_len, H]`. `seed` is the
-/// run's; `query_layer` is the layer that the queries were drawn for.
+/// What was compared of a row so far.
+struct Judged {
+    dtype: DType,
+    norms: Norms,
+    vectors: u64,
+    picks: u64,
+}
+
+impl Judged {
+    /// Compares one query's `heads` with what the oracle expects of them.
+    fn add<T: Real>(
+        &mut self,
+        row: &Row<'_>,
+        query: usize,
+        heads: &[usize],
+        expected: &Attended,
+        o: &[T],
+        lse: &[f32],
+    ) {
+        let width = row.shape.entries.out_width();
+        for (at, &head) in heads.iter().enumerate() {
+            let place = query * row.shape.num_qo_heads + head;
+            self.norms.add(
+                &expected.o[at * width..][..width],
+                &o[place * width..][..width],
+                (expected.lse[at], f64::from(lse[place])),
+                self.dtype,
+                || format!("query {query} (position {}), head {head}", row.first_position + query),
+            );
+            self.vectors += 1;
+        }
+    }
+}
+
+/// Recomputes `sample` of `row` in a layer and judges `o` `[q_len, H, Dv]` and `lse` `[q_len, H]`. `seed` is the
+/// run's.
 pub(crate) fn check<T: Real>(
     row: &Row<'_>,
     sample: &Sample,
     seed: u64,
-    layer: usize,
-    query_layer: usize,
+    layers: Layers,
     dtype: DType,
     o: &[T],
     lse: &[f32],
 ) -> Verdict {
-    let shape = row.shape;
-    let group = shape.num_qo_heads / shape.num_kv_heads.max(1);
-    let mut norms = Norms::default();
-    let mut vectors = 0;
-    let (mut k, mut v) = (Vec::new(), Vec::new());
-    for kv_head in 0..shape.num_kv_heads {
-        let heads: Vec<usize> = sample.heads.iter().copied().filter(|h| h / group == kv_head).collect();
-        if heads.is_empty() {
-            continue;
+    let mut judged = Judged { dtype, norms: Norms::default(), vectors: 0, picks: 0 };
+    let done = match row.shape.entries {
+        Entries::Heads { num_kv_heads, head_dim } => {
+            heads::judge(row, [num_kv_heads, head_dim], sample, seed, layers, o, lse, &mut judged)
         }
-        entries(seed, Kind::Key, layer, row.keys, kv_head, shape.head_dim_qk, &mut k);
-        entries(seed, Kind::Value, layer, row.keys, kv_head, shape.head_dim_vo, &mut v);
-        for &query in &sample.queries {
-            let expected = match oracle(row, seed, (layer, query_layer), &heads, query, &k, &v) {
-                Ok(expected) => expected,
-                Err(error) => {
-                    return Verdict { failure: Some(format!("the oracle: {error}")), ..Verdict::default() };
-                }
-            };
-            for (at, &head) in heads.iter().enumerate() {
-                let place = query * shape.num_qo_heads + head;
-                norms.add(
-                    &expected.o[at * shape.head_dim_vo..][..shape.head_dim_vo],
-                    &o[place * shape.head_dim_vo..][..shape.head_dim_vo],
-                    (expected.lse[at], f64::from(lse[place])),
-                    dtype,
-                    || format!("query {query} (position {}), head {head}", row.first_position + query),
-                );
-                vectors += 1;
-            }
+        Entries::Latents { kv_lora_rank, qk_rope_head_dim } => {
+            let widths = [kv_lora_rank, qk_rope_head_dim];
+            latents::judge(row, widths, sample, seed, layers, o, lse, &mut judged)
+        }
+    };
+    let place = format!(
+        "step {}, {} row {}: request {} ({}), layer {}, q_len {}, kv_len {}",
+        row.step,
+        row.attention,
+        row.index,
+        row.request,
+        row.label,
+        layers.own,
+        row.queries.len(),
+        row.keys.len(),
+    );
+    let Judged { norms, vectors, picks, .. } = judged;
+    match done {
+        Ok(()) => Verdict { vectors, picks, ..norms.verdict(&place, dtype) },
+        Err(why) => {
+            Verdict { vectors, picks, failure: Some(format!("{place}: {why}")), ..Verdict::default() }
         }
     }
-    norms.verdict(row, layer, dtype, vectors)
-}
-
-/// Lanes of `head` at every position of `keys`, `[keys, width]`.
-fn entries(seed: u64, kind: Kind, layer: usize, keys: &[u64], head: usize, width: usize, out: &mut Vec<f32>) {
-    out.clear();
-    out.resize(keys.len() * width, 0.0);
-    for (lanes, &key) in out.chunks_exact_mut(width.max(1)).zip(keys) {
-        synth::fill_lanes(seed, kind, layer, key, head, lanes);
-    }
-}
-
-/// One query's `heads` over a row's keys and values, in f64.
-fn oracle(
-    row: &Row<'_>,
-    seed: u64,
-    (layer, query_layer): (usize, usize),
-    heads: &[usize],
-    query: usize,
-    k: &[f32],
-    v: &[f32],
-) -> mstar_kernels::Result<Attended> {
-    let shape = row.shape;
-    let (d, dv) = (shape.head_dim_qk, shape.head_dim_vo);
-    let (q_len, kv_len) = (row.queries.len(), row.keys.len());
-    // Causal: the query is the last of its own prefix. Else it sees all, and its position matters to a window alone.
-    let (seen, rows) = if shape.causal {
-        ((kv_len + query + 1).saturating_sub(q_len), 1)
-    } else if shape.window_left >= 0 {
-        (kv_len, q_len - query)
-    } else {
-        (kv_len, 1)
-    };
-    let mut q = vec![0f32; rows * heads.len() * d];
-    for (index, lanes) in q.chunks_exact_mut(d.max(1)).enumerate() {
-        let (row_query, head) = (query + index / heads.len(), heads[index % heads.len()]);
-        synth::fill_lanes(seed, Kind::Query, query_layer, row.queries[row_query], head, lanes);
-    }
-    let of_heads = |all: &Option<Vec<f32>>, first: usize| -> Option<Vec<f32>> {
-        all.as_ref().map(|all| heads.iter().map(|&head| all[first + head]).collect())
-    };
-    let sinks = of_heads(&shape.sinks, layer * shape.num_qo_heads);
-    let slopes = of_heads(&shape.alibi_slopes, 0);
-    let before = kv_len.saturating_sub(q_len);
-    let mask: Option<Vec<bool>> = row.own_mask.map(|own| {
-        let rows = query..query + rows;
-        rows.flat_map(|i| (0..seen).map(move |j| j < before || own[i * q_len + j - before])).collect()
-    });
-    let masks = mask.as_ref().map(|mask| [Some(&mask[..])]);
-    let tokens = rows as i32;
-    let (kv_indptr, indices, last): (&[i32], &[i32], i32) =
-        if seen == 0 { (&[0, 0], &[], 0) } else { (&[0, 1], &[0], seen as i32) };
-    paged(&Paged {
-        q: &q,
-        cache: Cache::Split { k: &k[..seen * d], v: &v[..seen * dv] },
-        qo_indptr: &[0, tokens],
-        kv_indptr,
-        kv_indices: indices,
-        kv_last_page_len: &[last],
-        num_qo_heads: heads.len(),
-        num_kv_heads: 1,
-        head_dim_qk: d,
-        head_dim_vo: dv,
-        page_size: seen.max(1),
-        sm_scale: shape.sm_scale,
-        causal: shape.causal,
-        options: Options {
-            window_left: shape.window_left,
-            logits_soft_cap: shape.logits_soft_cap,
-            sinks: sinks.as_deref(),
-            alibi_slopes: slopes.as_deref(),
-            masks: masks.as_ref().map_or(&[], |masks| &masks[..]),
-            ..Options::default()
-        },
-    })
 }
 
 impl Norms {
@@ -319,7 +321,7 @@ impl Norms {
         }
     }
 
-    fn verdict(self, row: &Row<'_>, layer: usize, dtype: DType, vectors: u64) -> Verdict {
+    fn verdict(self, place: &str, dtype: DType) -> Verdict {
         let relative = |part: f64, whole: f64| if part == 0.0 { 0.0 } else { (part / whole).sqrt() };
         let error = relative(self.difference, self.reference);
         let lse_error = relative(self.lse_difference, self.lse_reference);
@@ -332,19 +334,12 @@ impl Norms {
         let right = error <= allowed && lse_error <= 1e-6;
         let failure = (!right).then(|| {
             format!(
-                "step {}, {} row {}: request {} ({}), layer {layer}, q_len {}, kv_len {}: relative error of o {error:.3e} \
-                 (allowed {allowed:.3e}), of lse {lse_error:.3e} (allowed 1e-6); worst is {}",
-                row.step,
-                row.attention,
-                row.index,
-                row.request,
-                row.label,
-                row.queries.len(),
-                row.keys.len(),
+                "{place}: relative error of o {error:.3e} (allowed {allowed:.3e}), of lse {lse_error:.3e} (allowed \
+                 1e-6); worst is {}",
                 self.worst.map_or_else(|| "nowhere".into(), |(_, place)| place),
             )
         });
-        Verdict { vectors, error, allowed, failure }
+        Verdict { error, allowed, failure, ..Verdict::default() }
     }
 }
 

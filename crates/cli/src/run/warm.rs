@@ -3,9 +3,8 @@
 //! What grows has grown then, and a shape that cannot run is known before work is lost to it.
 
 use anyhow::Context;
-use mstar_core::attend::{AttnOut, Query, attend};
 use mstar_core::graph::{Bucket, warm_up};
-use mstar_core::kv::{KvEntries, PagedKv};
+use mstar_core::kv::PagedKv;
 use mstar_core::step::{Declaration, KvStep};
 use mstar_core::{Label, PlanId, PlannedStep, RequestId, Segment, Step};
 use mstar_kernels::Stream;
@@ -54,12 +53,11 @@ fn run(model: &Model, buffers: &mut Buffers, planned: &PlannedStep) -> mstar_cor
         let mut forward = planned.forward(label, &stream);
         for layer in 0..model.layers {
             forward.set_layer(layer);
-            for room in model.rooms() {
-                let own = room.shape.causal || model.cross.iter().all(|cross| cross.name != room.name);
-                let (q, k, v, o, lse) = buffers.views(tokens)?;
-                let fresh = own.then_some(KvEntries::Nhd { k, v });
-                let out = AttnOut { o, lse: Some(lse) };
-                attend(&*room.attention, &mut forward, Query::Heads(q), fresh, out)?;
+            for (turn, room) in model.own.iter().enumerate() {
+                room.attend(&mut forward, buffers.views(tokens)?, turn == 0)?;
+            }
+            for room in &model.cross {
+                room.attend_context(&mut forward, buffers.views(tokens)?)?;
             }
         }
     }

@@ -52,6 +52,12 @@ pub(super) fn check(spec: &Spec, root: &Node, faults: &Faults) {
             let node = at(&["resources", resource.name.as_str(), "kv_cache"]);
             faults.push(node.error(format!("{} is not a kv cache of layout mla", dsa.kv_cache)));
         }
+        if let ResourceKind::Dsa(dsa) = &resource.kind
+            && spec.caches().any(|(cache, kv)| *cache == dsa.kv_cache && kv.config.retention.is_some())
+        {
+            let node = at(&["resources", dsa.kv_cache.as_str(), "retention"]);
+            faults.push(node.error(format!("{} scores every token; remove retention", resource.name)));
+        }
     }
     if let Some(workload) = &spec.workload {
         check_workload(spec, workload, at(&["workload"]), faults);
@@ -103,7 +109,8 @@ fn short_retention(spec: &Spec, name: &str, attention: &AttentionSpec) -> Option
 fn check_workload(spec: &Spec, workload: &WorkloadSpec, node: &Node, faults: &Faults) {
     let crosses: Vec<&str> =
         spec.attentions().filter(|(_, a)| a.backend == "cross").map(|(name, _)| name.as_str()).collect();
-    if spec.attentions().next().is_none() {
+    let sparse = spec.resources.iter().any(|resource| matches!(resource.kind, ResourceKind::Dsa(_)));
+    if spec.attentions().next().is_none() && !sparse {
         faults.push(node.error("nothing to run: resources has no attention"));
     }
     match &workload.kind {

@@ -1,14 +1,14 @@
 //! The check against a plain f32 attention over the same content, right and made wrong.
 
+use mstar_kernels::synth::{self, Kind};
+
 use super::*;
 use crate::run::content::{Run, Source, StreamContent};
 
 fn shape() -> Shape {
     Shape {
         num_qo_heads: 4,
-        num_kv_heads: 2,
-        head_dim_qk: 16,
-        head_dim_vo: 8,
+        entries: Entries::Heads { num_kv_heads: 2, head_dim: 16 },
         sm_scale: 0.25,
         causal: true,
         window_left: -1,
@@ -26,7 +26,8 @@ fn attend(
     layer: usize,
     keep: impl Fn(usize, usize) -> bool,
 ) -> (Vec<f32>, Vec<f32>) {
-    let (h, dv) = (shape.num_qo_heads, shape.head_dim_vo);
+    let Entries::Heads { num_kv_heads, head_dim: dv } = shape.entries else { panic!("heads") };
+    let h = shape.num_qo_heads;
     let lanes = |kind, key, head, width| {
         let mut out = vec![0f32; width];
         synth::fill_lanes(9, kind, layer, key, head, &mut out);
@@ -36,11 +37,11 @@ fn attend(
     for (i, &query) in queries.iter().enumerate() {
         let position = keys.len() - queries.len() + i;
         for head in 0..h {
-            let kv_head = head / (h / shape.num_kv_heads);
-            let q = lanes(Kind::Query, query, head, shape.head_dim_qk);
+            let kv_head = head / (h / num_kv_heads);
+            let q = lanes(Kind::Query, query, head, dv);
             let (mut total, mut sum) = (0f64, vec![0f64; dv]);
             for (j, &key) in keys.iter().enumerate().filter(|(j, _)| keep(position, *j)) {
-                let k = lanes(Kind::Key, key, kv_head, shape.head_dim_qk);
+                let k = lanes(Kind::Key, key, kv_head, dv);
                 let dot: f64 = q.iter().zip(&k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
                 let mut score = dot * shape.sm_scale;
                 if let Some(slopes) = &shape.alibi_slopes {
@@ -87,10 +88,11 @@ impl Case {
             queries: &keys[keys.len() - self.q_len..],
             own_mask: self.own_mask.as_deref(),
             first_position: keys.len() - self.q_len,
+            pick: None,
         };
-        let sample = Sample::of(&self.shape, 2, self.q_len, keys.len(), 5);
+        let sample = Sample::of(&self.shape, None, 2, self.q_len, keys.len(), 5);
         assert_eq!(sample.heads.len(), 4, "this case is small enough for all heads");
-        check(&row, &sample, 9, 1, 1, DType::F32, o, lse)
+        check(&row, &sample, 9, Layers { own: 1, query: 1 }, DType::F32, o, lse)
     }
 
     fn attended(&self, keep: impl Fn(usize, usize) -> bool) -> (Vec<f32>, Vec<f32>) {
@@ -174,14 +176,15 @@ fn lse_in_base_two_fails() {
 
 #[test]
 fn samples_stay_in_budget_and_keep_both_ends() {
-    let shape = Shape { num_qo_heads: 32, num_kv_heads: 8, head_dim_qk: 128, head_dim_vo: 128, ..shape() };
-    let sample = Sample::of(&shape, 32, 2048, 100_000, 7);
+    let shape =
+        Shape { num_qo_heads: 32, entries: Entries::Heads { num_kv_heads: 8, head_dim: 128 }, ..shape() };
+    let sample = Sample::of(&shape, None, 32, 2048, 100_000, 7);
     assert_eq!((sample.queries.first(), sample.queries.last()), (Some(&0), Some(&2047)));
     assert!(!sample.layers.is_empty() && !sample.heads.is_empty());
-    let small = Sample::of(&shape, 2, 1, 10, 7);
+    let small = Sample::of(&shape, None, 2, 1, 10, 7);
     assert_eq!((small.layers.len(), small.heads.len(), small.queries.len()), (2, 32, 1));
     let spread: std::collections::HashSet<_> =
-        (0..200).flat_map(|salt| Sample::of(&shape, 32, 2048, 100_000, salt).layers).collect();
+        (0..200).flat_map(|salt| Sample::of(&shape, None, 32, 2048, 100_000, salt).layers).collect();
     assert_eq!(spread.len(), 32, "every layer is checked sooner or later");
 }
 
