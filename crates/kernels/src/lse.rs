@@ -10,6 +10,8 @@
 //! for bit; what its `o` holds is not read. `-1e30` is not empty. `+inf` is not a state that attention can
 //! reach: it gives NaN, never a plausible number. A sink is part of one side only.
 
+use crate::cpu::merge::{Merge, Rows};
+use crate::cpu::tokens::apart;
 use crate::mutant::planted;
 use crate::{DType, Device, Error, Result, TensorMut, TensorRef};
 
@@ -83,48 +85,29 @@ fn merge_rows(in_place: bool, parts: &[Partial<'_>], out: &mut Merged<'_>) -> Re
         }
     }
 
-    let (tokens, heads, width) = (shape[0], shape[1], shape[2]);
-    let inputs = parts.len() + usize::from(in_place);
-    let mut lses = vec![0f32; inputs];
-    let mut weights = vec![0f32; inputs];
-    let (mut row, mut sum) = (vec![0f32; width], vec![0f32; width]);
-    for t in 0..tokens {
-        for h in 0..heads {
-            let scalar = |view: TensorRef<'_>| -> Result<f32> { Ok(read(view.select(0, t)?.select(0, h)?)) };
-            let offset = usize::from(in_place);
-            if in_place {
-                lses[0] = scalar(out.lse.as_ref())?;
-            }
-            for (lse, part) in lses[offset..].iter_mut().zip(parts) {
-                *lse = scalar(part.lse)?;
-            }
-            let lse = weigh(&lses, &mut weights);
-            let mut first = true;
-            for (input, &weight) in weights.iter().enumerate() {
-                if weight == 0.0 {
-                    continue;
-                }
-                let view = if in_place && input == 0 { out.o.as_ref() } else { parts[input - offset].o };
-                read_row(view.select(0, t)?.select(0, h)?, &mut row);
-                if std::mem::take(&mut first) {
-                    sum.iter_mut().zip(&row).for_each(|(s, x)| *s = weight * x);
-                } else {
-                    sum.iter_mut().zip(&row).for_each(|(s, x)| *s += weight * x);
-                }
-            }
-            if first {
-                sum.fill(0.0);
-            }
-            write_row(&sum, &mut out.o.reborrow().select(0, t)?.select(0, h)?);
-            write_row(&[lse], &mut out.lse.reborrow().select(0, t)?.select(0, h)?);
-        }
-    }
+    apart("out.o", &out.o)?;
+    apart("out.lse", &out.lse)?;
+    let mut inputs = Vec::with_capacity(parts.len() + 1);
+    let (o, lse) = (out.o.as_mut_ptr(), out.lse.as_mut_ptr());
+    let output = (rows(&out.o.as_ref(), o), rows(&out.lse.as_ref(), lse));
+    inputs.extend(in_place.then_some(output));
+    let of = |view: TensorRef<'_>| rows(&view, view.as_ptr().cast_mut());
+    inputs.extend(parts.iter().map(|part| (of(part.o), of(part.lse))));
+    let merge = Merge { inputs: &inputs, out: output, in_place, shape: [shape[0], shape[1], shape[2]] };
+    // SAFETY: shapes, dtypes and contiguous rows were checked above, and that no two elements of an output share a place; the
+    // parts are borrowed, so nothing but the accumulator itself is both read and written.
+    unsafe { merge.run(weigh) };
     Ok(())
 }
 
+/// A checked view by its address.
+fn rows(view: &TensorRef<'_>, ptr: *mut u8) -> Rows {
+    Rows { ptr, dtype: view.dtype(), strides: [view.strides()[0], view.strides()[1]] }
+}
+
 /// Normalised weights of states with these natural lses, and the merged lse. An empty state weighs exactly
-/// 0, one state alone exactly 1.
-fn weigh(lses: &[f32], weights: &mut [f32]) -> f32 {
+/// 0, one state alone exactly 1. `terms` has as many entries as the others.
+fn weigh(lses: &[f32], weights: &mut [f32], terms: &mut [f64]) -> f32 {
     let max = lses.iter().fold(f32::NEG_INFINITY, |m, &l| if l > m || l.is_nan() { l } else { m });
     if max == f32::NEG_INFINITY && !planted("merge-empty-is-nan") {
         weights.fill(0.0);
@@ -132,44 +115,19 @@ fn weigh(lses: &[f32], weights: &mut [f32]) -> f32 {
     }
     let term = |lse: f32| {
         let below = f64::from(lse) - f64::from(max);
-        if planted("merge-base-2") { below.exp2() } else { below.exp() }
+        // The largest is 1 exactly, and needs no exponential.
+        match below {
+            0.0 => 1.0,
+            _ if planted("merge-base-2") => below.exp2(),
+            _ => below.exp(),
+        }
     };
-    let total: f64 = lses.iter().map(|&lse| term(lse)).sum();
-    for (weight, &lse) in weights.iter_mut().zip(lses) {
-        *weight = (term(lse) / total) as f32;
+    terms.iter_mut().zip(lses).for_each(|(to, &lse)| *to = term(lse));
+    let total: f64 = terms.iter().sum();
+    for (weight, term) in weights.iter_mut().zip(terms) {
+        *weight = (*term / total) as f32;
     }
     (f64::from(max) + total.ln()) as f32
-}
-
-fn read(view: TensorRef<'_>) -> f32 {
-    let mut out = [0.0];
-    read_row(view, &mut out);
-    out[0]
-}
-
-/// Copies a contiguous row of floats.
-fn read_row(view: TensorRef<'_>, out: &mut [f32]) {
-    if let Some(row) = view.as_slice::<f32>() {
-        out.copy_from_slice(row);
-    } else if let Some(row) = view.as_slice::<half::bf16>() {
-        out.iter_mut().zip(row).for_each(|(o, x)| *o = x.to_f32());
-    } else if let Some(row) = view.as_slice::<half::f16>() {
-        out.iter_mut().zip(row).for_each(|(o, x)| *o = x.to_f32());
-    } else {
-        unreachable!("{view:?} was checked to be a contiguous row of floats on the CPU");
-    }
-}
-
-fn write_row(row: &[f32], view: &mut TensorMut<'_>) {
-    if let Some(out) = view.as_mut_slice::<f32>() {
-        out.copy_from_slice(row);
-    } else if let Some(out) = view.as_mut_slice::<half::bf16>() {
-        out.iter_mut().zip(row).for_each(|(o, &x)| *o = half::bf16::from_f32(x));
-    } else if let Some(out) = view.as_mut_slice::<half::f16>() {
-        out.iter_mut().zip(row).for_each(|(o, &x)| *o = half::f16::from_f32(x));
-    } else {
-        unreachable!("{view:?} was checked to be a contiguous row of floats on the CPU");
-    }
 }
 
 #[cfg(test)]

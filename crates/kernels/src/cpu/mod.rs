@@ -8,6 +8,8 @@
 //! | `mla` | latent attention, dense and over picked latents |
 //! | `arena`, `workers` | scratch cut from a workspace; numbered work shared among threads |
 //! | [`peak`] | how fast a thread multiplies and adds |
+//! | `merge` | partial results joined, for [`lse`](crate::lse) |
+//! | `round` | to bf16, in operations that vectorise |
 //! | [`scatter`], [`gather`], [`copy`] | appending to pages, reading them back, copying them |
 
 pub mod address;
@@ -18,11 +20,13 @@ pub mod copy;
 pub(crate) mod dsa;
 pub mod gather;
 pub mod isa;
+pub(crate) mod merge;
 #[cfg(feature = "mla")]
 pub(crate) mod mla;
 #[cfg(any(feature = "paged", feature = "mla"))]
 pub(crate) mod paged;
 pub mod peak;
+pub(crate) mod round;
 pub mod scatter;
 pub(crate) mod tokens;
 #[cfg(any(feature = "paged", feature = "mla"))]

@@ -214,3 +214,102 @@ proptest! {
         }
     }
 }
+
+/// Numbers of either sign from a counter.
+fn number(i: usize) -> f32 {
+    ((i as u32).wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0
+}
+
+#[test]
+fn every_body_and_number_of_threads_gives_the_bits_of_the_definition() {
+    // Enough for threads to share it at the largest width.
+    let (tokens, heads) = (137, 5);
+    for width in [1, 7, 64, 129] {
+        let o =
+            |part: usize| -> Vec<f32> { (0..tokens * heads * width).map(|i| number(i * 3 + part)).collect() };
+        let lse = |part: usize| -> Vec<f32> {
+            let one = |i: usize| match (i + part) % 7 {
+                0 => NONE,
+                1 => -1e30,
+                2 => 1e4,
+                _ => 8.0 * number(i * 5 + part),
+            };
+            (0..tokens * heads).map(one).collect()
+        };
+        for parts in [1usize, 2, 3] {
+            let (os, lses): (Vec<_>, Vec<_>) = (0..parts).map(|part| (o(part), lse(part))).unzip();
+            let mut expected = vec![0f32; tokens * heads * width];
+            for row in 0..tokens * heads {
+                let row_lses: Vec<f32> = lses.iter().map(|lse| lse[row]).collect();
+                let (mut weights, mut terms) = (vec![0f32; parts], vec![0f64; parts]);
+                weigh(&row_lses, &mut weights, &mut terms);
+                let mut live = os.iter().zip(&weights).filter(|(_, weight)| **weight != 0.0);
+                let out = &mut expected[row * width..(row + 1) * width];
+                let from = |o: &Vec<f32>, lane: usize| o[row * width + lane];
+                if let Some((first, weight)) = live.next() {
+                    (0..width).for_each(|lane| out[lane] = weight * from(first, lane));
+                }
+                for (o, weight) in live {
+                    (0..width).for_each(|lane| out[lane] += weight * from(o, lane));
+                }
+            }
+            let narrow: Vec<Vec<bf16>> =
+                os.iter().map(|o| o.iter().map(|&x| bf16::from_f32(x)).collect()).collect();
+            let mut seen: Option<Vec<u16>> = None;
+            for isa in crate::cpu::Isa::supported() {
+                for threads in [1, 3] {
+                    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                    let (mut o, mut merged) = (vec![f32::NAN; expected.len()], vec![0f32; tokens * heads]);
+                    let mut rounded = vec![bf16::NAN; expected.len()];
+                    let shape = [tokens, heads, width];
+                    let view = |lse| TensorRef::from_slice(lse, &shape[..2]).unwrap();
+                    let wide: Vec<Partial<'_>> = (0..parts)
+                        .map(|i| Partial {
+                            o: TensorRef::from_slice(&os[i], &shape).unwrap(),
+                            lse: view(&lses[i]),
+                        })
+                        .collect();
+                    let halves: Vec<Partial<'_>> = (0..parts)
+                        .map(|i| Partial {
+                            o: TensorRef::from_slice(&narrow[i], &shape).unwrap(),
+                            lse: view(&lses[i]),
+                        })
+                        .collect();
+                    pool.install(|| {
+                        let _body = crate::cpu::Isa::force(*isa).unwrap();
+                        let mut out = Merged {
+                            o: TensorMut::from_slice(&mut o, &shape).unwrap(),
+                            lse: TensorMut::from_slice(&mut merged, &shape[..2]).unwrap(),
+                        };
+                        merge_all_natural(&wide, &mut out).unwrap();
+                        let mut out = Merged {
+                            o: TensorMut::from_slice(&mut rounded, &shape).unwrap(),
+                            lse: TensorMut::from_slice(&mut merged, &shape[..2]).unwrap(),
+                        };
+                        merge_all_natural(&halves, &mut out).unwrap();
+                    });
+                    let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+                    assert_eq!(bits(&o), bits(&expected), "{isa}, {threads} threads, width {width}");
+                    let rounded: Vec<u16> = rounded.iter().map(|x| x.to_bits()).collect();
+                    assert_eq!(seen.get_or_insert_with(|| rounded.clone()), &rounded, "{isa}, {threads}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_output_whose_elements_share_a_place_is_refused() {
+    let (a, lse) = ([1f32; 8], [0f32; 2]);
+    let part = Partial {
+        o: TensorRef::from_slice(&a, &[2, 1, 4]).unwrap(),
+        lse: TensorRef::from_slice(&lse, &[2, 1]).unwrap(),
+    };
+    let (mut o, mut out_lse) = ([7f32; 8], [7f32; 2]);
+    let mut out = Merged {
+        o: TensorMut::from_slice_strided(&mut o, &[2, 1, 4], &[2, 4, 1]).unwrap(),
+        lse: TensorMut::from_slice(&mut out_lse, &[2, 1]).unwrap(),
+    };
+    assert!(merge_natural(&part, &part, &mut out).is_err());
+    assert_eq!((o, out_lse), ([7.0; 8], [7.0; 2]));
+}

@@ -13,7 +13,8 @@ const S: usize = 16;
 /// The cases of this family.
 pub(super) fn list(quick: bool) -> Vec<Case> {
     let tokens = if quick { 256 } else { 2048 };
-    vec![scatter_case(tokens), merge_case(tokens)]
+    let merges = [DType::F32, DType::Bf16].map(|dtype| merge_case(if quick { 64 } else { 4096 }, dtype));
+    [scatter_case(tokens)].into_iter().chain(merges).collect()
 }
 
 fn scatter_case(tokens: usize) -> Case {
@@ -39,28 +40,30 @@ fn scatter_case(tokens: usize) -> Case {
     }
 }
 
-fn merge_case(tokens: usize) -> Case {
-    let (h, dtype) = (8, DType::F32);
+fn merge_case(tokens: usize, dtype: DType) -> Case {
+    let h = 32;
     let make = move || -> anyhow::Result<Work> {
         let parts = [filled(dtype, tokens * h * D)?, filled(dtype, tokens * h * D)?];
-        let lses = [filled(dtype, tokens * h)?, filled(dtype, tokens * h)?];
+        let lses = [filled(DType::F32, tokens * h)?, filled(DType::F32, tokens * h)?];
         let (mut o, mut lse) =
-            (Buffer::for_tensor(dtype, &[tokens * h * D])?, Buffer::for_tensor(dtype, &[tokens * h])?);
+            (Buffer::for_tensor(dtype, &[tokens * h * D])?, Buffer::for_tensor(DType::F32, &[tokens * h])?);
         Ok(Box::new(move || {
             let part = |i: usize| -> anyhow::Result<Partial<'_>> {
                 Ok(Partial {
                     o: parts[i].tensor(0, dtype, &[tokens, h, D])?,
-                    lse: lses[i].tensor(0, dtype, &[tokens, h])?,
+                    lse: lses[i].tensor(0, DType::F32, &[tokens, h])?,
                 })
             };
             let mut out = Merged {
                 o: o.tensor_mut(0, dtype, &[tokens, h, D])?,
-                lse: lse.tensor_mut(0, dtype, &[tokens, h])?,
+                lse: lse.tensor_mut(0, DType::F32, &[tokens, h])?,
             };
             merge_natural(&part(0)?, &part(1)?, &mut out).context("merging")
         }))
     };
-    let cost = Cost { bytes: (3 * tokens * h * (D + 1) * 4) as f64, flops: (3 * tokens * h * D) as f64 };
+    let bytes = 3 * tokens * h * (D * dtype.size() + 4);
+    // Bound by memory: its few multiplications are no matrix's.
+    let cost = Cost { bytes: bytes as f64, flops: 0.0 };
     let shape = format!("2 of {tokens} x {h} x {D}, {dtype}");
     Case { kernel: "merge", shape, dtype, cost, make: Box::new(make) }
 }

@@ -5,16 +5,9 @@ use half::f16;
 use super::call::{Call, Out};
 use super::state::{StateRef, acc_stride};
 use crate::DType;
+pub(crate) use crate::cpu::round::to_bf16;
 use crate::mutant::planted;
 use crate::work::Row;
-
-/// Nearest bf16, ties to even; NaN stays NaN.
-#[inline]
-pub(crate) fn to_bf16(value: f32) -> u16 {
-    let bits = value.to_bits();
-    let rounded = (bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16;
-    if value.is_nan() { (bits >> 16) as u16 | 0x40 } else { rounded }
-}
 
 /// Writes the result of query tokens `q_begin..` of a row under key head `kv_head`; `state` has `H / G` lanes
 /// a token.
@@ -95,15 +88,6 @@ pub(crate) unsafe fn write_row(o: &Out, token: usize, head: usize, acc: &[f32], 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn bf16_rounding_is_that_of_half() {
-        for bits in (0..u32::MAX).step_by(65_521) {
-            let value = f32::from_bits(bits);
-            let (got, want) = (to_bf16(value), half::bf16::from_f32(value).to_bits());
-            assert!(got == want || value.is_nan() && half::bf16::from_bits(got).is_nan(), "{bits:#x}");
-        }
-    }
 
     #[test]
     fn a_sink_joins_once_and_an_empty_row_ignores_it() {
