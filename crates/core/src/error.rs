@@ -17,12 +17,13 @@ pub enum Error {
     #[error(transparent)]
     Pages(#[from] crate::kv::PageError),
     /// An attention backend refused or failed.
-    #[error("{name}: {source}")]
+    #[error("{name}: {said}")]
     Backend {
         /// The resource or backend.
         name: String,
-        /// What it said.
-        source: Box<dyn std::error::Error + Send + Sync>,
+        /// What it said. It is part of this message, so it is no `source`: whoever prints a chain of causes would print
+        /// it twice.
+        said: Box<dyn std::error::Error + Send + Sync>,
     },
     /// A spec was refused.
     #[error(transparent)]
@@ -116,8 +117,8 @@ pub enum Error {
 
 impl Error {
     /// What an attention backend said, under the name of the resource or backend that said it.
-    pub fn backend(name: impl Into<String>, source: impl std::error::Error + Send + Sync + 'static) -> Error {
-        Error::Backend { name: name.into(), source: Box::new(source) }
+    pub fn backend(name: impl Into<String>, said: impl std::error::Error + Send + Sync + 'static) -> Error {
+        Error::Backend { name: name.into(), said: Box::new(said) }
     }
 }
 
@@ -127,4 +128,23 @@ fn joined<T: std::fmt::Display>(items: &[T], separator: &str) -> String {
 
 fn listed(known: &[ResourceName]) -> String {
     if known.is_empty() { "none".to_owned() } else { joined(known, ", ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chain_of_causes_says_what_a_backend_said_once() {
+        let why = "no tiles are that wide".to_owned();
+        let said = mstar_kernels::Error::Parameter { name: "head_dim", why, got: "7".into() };
+        let error = Error::backend("attn", said);
+        let mut chain = error.to_string();
+        let mut cause = std::error::Error::source(&error);
+        while let Some(next) = cause {
+            chain += &format!(": {next}");
+            cause = next.source();
+        }
+        assert_eq!(chain, "attn: head_dim: no tiles are that wide, got 7");
+    }
 }

@@ -34,6 +34,16 @@ pub(super) fn check(spec: &Spec, root: &Node, faults: &Faults) {
                     format!("{name} attends a context, so equal prompts have unequal pages; write false");
                 faults.push(node.error(why));
             }
+            for (key, given) in
+                [("window_left", spec.model.window_left.is_some()), ("alibi", spec.model.alibi)]
+            {
+                if given {
+                    let why = format!(
+                        "{name} attends a context, whose tokens have no distance to its queries; remove it"
+                    );
+                    faults.push(at(&["model", key]).error(why));
+                }
+            }
         }
         if let Some(why) = short_retention(spec, name.as_str(), attention) {
             let cache = attention.kv_cache.as_ref().map_or("", |cache| cache.as_str());

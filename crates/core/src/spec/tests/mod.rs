@@ -431,7 +431,7 @@ fn retention_reaches_as_far_as_the_window() {
     check(
         "backend: paged",
         "backend: cross",
-        "s.yaml:21:16: resources.kv.retention: attn attends a whole context; remove retention\ns.yaml:30:3: workload: missing context_len; attn attends an encoder's context",
+        "s.yaml:13:16: model.window_left: attn attends a context, whose tokens have no distance to its queries; remove it\ns.yaml:21:16: resources.kv.retention: attn attends a whole context; remove retention\ns.yaml:30:3: workload: missing context_len; attn attends an encoder's context",
     );
 }
 
@@ -447,15 +447,31 @@ fn a_cache_holds_what_a_step_writes() {
 
 #[test]
 fn cross_attention_and_the_prefix_index_exclude_one_another() {
-    let text = GOOD
-        .replace("backend: paged", "backend: cross")
-        .replace("    retention: 256\n", "")
-        .replace("prefix_cache: false", "prefix_cache: true")
-        .replace("  max_batch: 4", "  context_len: 30\n  max_batch: 4");
+    let text = decoder().replace("prefix_cache: false", "prefix_cache: true");
     assert_eq!(
         load(&text).unwrap_err(),
-        "s.yaml:20:19: resources.kv.prefix_cache: attn attends a context, so equal prompts have unequal pages; write false"
+        "s.yaml:19:19: resources.kv.prefix_cache: attn attends a context, so equal prompts have unequal pages; write false"
     );
+}
+
+#[test]
+fn cross_attention_refuses_what_counts_positions_once_and_where_it_stands() {
+    load(&decoder()).expect("a decoder over contexts");
+    for (line, key) in
+        [("window_left: 12", "13:16: model.window_left"), ("alibi: true", "13:10: model.alibi")]
+    {
+        let text = decoder().replace("resources:", &format!("  {line}\nresources:"));
+        let why = "attn attends a context, whose tokens have no distance to its queries; remove it";
+        assert_eq!(load(&text).unwrap_err(), format!("s.yaml:{key}: {why}"));
+    }
+}
+
+/// `GOOD`, attending contexts.
+fn decoder() -> String {
+    GOOD.replace("backend: paged", "backend: cross")
+        .replace("    retention: 256\n", "")
+        .replace("  window_left: 127\n", "")
+        .replace("  max_batch: 4", "  context_len: 30\n  max_batch: 4")
 }
 
 #[test]
