@@ -34,6 +34,15 @@ examples() {
     done
 }
 
+# In a program that must not unwind, a run ends as elsewhere, and a refusal is an exit code and no abort.
+panic_abort() {
+    cargo build -q --locked --profile abort -p mstar
+    local mstar="${CARGO_TARGET_DIR:-target}/abort/mstar" code=0
+    "$mstar" run specs/quickstart.yaml --quiet
+    "$mstar" run specs/quickstart.yaml --quiet --set model.layers=0 2>/dev/null || code=$?
+    [ "$code" -eq 2 ] || { echo "a refused spec ended with $code, not 2"; return 1; }
+}
+
 export RUSTFLAGS="${RUSTFLAGS:-} -D warnings"
 step "format" cargo fmt --all --check
 step "clippy" cargo clippy -q --locked --workspace --all-targets -- -D warnings
@@ -41,6 +50,7 @@ step "docs" env RUSTDOCFLAGS="-D warnings" cargo doc -q --locked --workspace --n
 # The README's own two commands, as they stand there.
 step "test" bash -c "$(sed -n 's/^\(cargo test .*\)$/\1/p' README.md | head -n 1)"
 step "quickstart" bash -c "$(sed -n 's/^\(cargo run .*\)$/\1/p' README.md | head -n 1)"
+step "panic = abort" panic_abort
 step "each feature alone" features_alone
 step "examples" examples
 step "package" cargo package -q --locked --workspace --allow-dirty

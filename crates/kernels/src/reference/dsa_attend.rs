@@ -45,27 +45,27 @@ pub fn dsa_attend<Q: Real, E: Real>(p: &DsaAttend<'_, Q, E>) -> Result<Attended>
         q_nope: p.q_nope,
         q_pe: p.q_pe,
         latent: p.latent,
+        kv_indptr: p.kv_indptr,
+        kv_indices: p.kv_indices,
         num_qo_heads: p.num_qo_heads,
         kv_lora_rank: p.kv_lora_rank,
         qk_rope_head_dim: p.qk_rope_head_dim,
         page_size: p.page_size,
         sm_scale: p.sm_scale,
     };
-    let (tokens, pages) = latents.check()?;
+    let (tokens, tables) = latents.check()?;
     let topk = p.selection.len().checked_div(tokens).unwrap_or(0);
     arrays::length("selection", p.selection, &[tokens, topk])?;
-    let tables = arrays::ranges("kv_indptr", p.kv_indptr, p.kv_indices.len())?;
-    arrays::indices("kv_indices", p.kv_indices, pages)?;
     arrays::length("row_request", p.row_request, &[tokens])?;
     arrays::indices("row_request", p.row_request, tables.len())?;
     arrays::length("page_start", p.page_start, &[tables.len()])?;
     arrays::indices("page_start", p.page_start, p.page_size)?;
 
-    let (h, c, s) = (p.num_qo_heads, p.kv_lora_rank, p.page_size);
-    let mut out = Attended { o: vec![0.0; tokens * h * c], lse: vec![f64::NEG_INFINITY; tokens * h] };
+    let s = p.page_size;
+    let mut out = latents.nothing(tokens);
     for t in 0..tokens {
         let request = p.row_request[t] as usize;
-        let table = &p.kv_indices[tables[request].clone()];
+        let table = tables[request];
         let start = p.page_start[request] as usize;
         let mut slots = Vec::new();
         for (n, &position) in p.selection[t * topk..][..topk].iter().enumerate() {
@@ -80,10 +80,7 @@ pub fn dsa_attend<Q: Real, E: Real>(p: &DsaAttend<'_, Q, E>) -> Result<Attended>
             };
             slots.push((table[offset / s] as usize, offset % s));
         }
-        for head in 0..h {
-            let at = t * h + head;
-            out.lse[at] = latents.attend(t, head, &slots, &mut out.o[at * c..][..c]);
-        }
+        latents.attend_token(t, &slots, &mut out);
     }
     Ok(out)
 }

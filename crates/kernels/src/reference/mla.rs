@@ -46,23 +46,22 @@ pub fn mla<Q: Real, E: Real>(p: &Mla<'_, Q, E>) -> Result<Attended> {
         q_nope: p.q_nope,
         q_pe: p.q_pe,
         latent: p.latent,
+        kv_indptr: p.kv_indptr,
+        kv_indices: p.kv_indices,
         num_qo_heads: p.num_qo_heads,
         kv_lora_rank: p.kv_lora_rank,
         qk_rope_head_dim: p.qk_rope_head_dim,
         page_size: p.page_size,
         sm_scale: p.sm_scale,
     };
-    let (tokens, pages) = latents.check()?;
+    let (tokens, tables) = latents.check()?;
     let queries = arrays::ranges("qo_indptr", p.qo_indptr, tokens)?;
-    let tables = arrays::ranges("kv_indptr", p.kv_indptr, p.kv_indices.len())?;
     arrays::length("kv_indptr", &tables, &[queries.len()])?;
     arrays::length("kv_len", p.kv_len, &[queries.len()])?;
-    arrays::indices("kv_indices", p.kv_indices, pages)?;
 
-    let (h, c, s) = (p.num_qo_heads, p.kv_lora_rank, p.page_size);
-    let mut out = Attended { o: vec![0.0; tokens * h * c], lse: vec![f64::NEG_INFINITY; tokens * h] };
+    let s = p.page_size;
+    let mut out = latents.nothing(tokens);
     for (row, (queries, table)) in queries.into_iter().zip(tables).enumerate() {
-        let table = &p.kv_indices[table];
         let kv_len = i64::from(p.kv_len[row]);
         let capacity = (table.len() * s) as i64;
         if !(0..=capacity).contains(&kv_len) {
@@ -74,10 +73,7 @@ pub fn mla<Q: Real, E: Real>(p: &Mla<'_, Q, E>) -> Result<Attended> {
             let last = if p.causal { (kv_len - q_len + i as i64).min(kv_len - 1) } else { kv_len - 1 };
             let slots: Vec<(usize, usize)> =
                 (0..(last + 1).max(0) as usize).map(|j| (table[j / s] as usize, j % s)).collect();
-            for head in 0..h {
-                let at = t * h + head;
-                out.lse[at] = latents.attend(t, head, &slots, &mut out.o[at * c..][..c]);
-            }
+            latents.attend_token(t, &slots, &mut out);
         }
     }
     Ok(out)
