@@ -3,7 +3,7 @@
 //! Neighbouring rows of one request form a *run* that shares every packed block of keys. Work is numbered, (run, chunk of
 //! keys) and then (row), and shared among threads; which thread does what, and how rows are blocked, never shows in a result.
 
-use super::body::{BLOCK, Block, Body};
+use super::body::{Ahead, BLOCK, Block, Body};
 use super::pack::{self, Keys};
 use super::pick::pick;
 use crate::TensorRef;
@@ -19,7 +19,7 @@ const SCORE_BYTES: usize = 16 << 20;
 /// Rows of a block at least, when there are so many.
 const LEAST_ROWS: usize = 4;
 /// Keys of a piece of work.
-const CHUNK: usize = 8 * BLOCK;
+const CHUNK: usize = 16 * BLOCK;
 /// Multiply-adds below which starting other workers costs more than it gives.
 const SERIAL_WORK: usize = 1 << 18;
 
@@ -127,6 +127,7 @@ pub(crate) unsafe fn run(call: &Call<'_>, sink: Sink, workspace: &mut [u8], work
     let workers = if serial { 1 } else { workers.clamp(1, MAX_WORKERS) };
     let body = Body::of(call.isa, call.q.dtype(), call.format);
     let (panel, stride, depth) = (panel_rows(rows, most), score_stride(most), body.depth(width));
+    let lines = call.format.bytes(width).div_ceil(64);
     let mut arena = Arena::new(workspace);
     let scores = Shared(arena.take::<f32>(score_floats(rows, most)).as_mut_ptr());
     let queries = Shared(arena.take::<u32>(rows.min(PANEL) * heads * width).as_mut_ptr());
@@ -150,9 +151,13 @@ pub(crate) unsafe fn run(call: &Call<'_>, sink: Sink, workspace: &mut [u8], work
             let mut arena = Arena::new(unsafe { scratch.slice(worker * scratch_len, scratch_len) });
             let (packed, scales) = (arena.take::<u32>(depth * BLOCK), arena.take::<f32>(BLOCK));
             let keys = Keys::new(call, run.request);
-            for at in (begin..run.seen.min(begin + CHUNK)).step_by(BLOCK) {
-                // SAFETY: the run sees keys up to `seen`, all of which the table found in pages of the pool.
-                unsafe { pack::keys(&body, &keys, at, run.seen, width, packed, scales) };
+            let end = run.seen.min(begin + CHUNK);
+            let mut next = keys.locate(begin, end);
+            for at in (begin..end).step_by(BLOCK) {
+                let rows = std::mem::replace(&mut next, keys.locate(at + BLOCK, end));
+                // SAFETY: the table found the run's keys, up to `seen`, in pages of the pool.
+                unsafe { pack::keys(&body, call.format, &rows, width, packed, scales) };
+                let mut ahead = Ahead { rows: &next, lines };
                 for row in run.begin..run.end {
                     // SAFETY: row `first + row` of `[T, Hi]` has `heads` contiguous weights.
                     let weights = unsafe {
@@ -169,7 +174,8 @@ pub(crate) unsafe fn run(call: &Call<'_>, sink: Sink, workspace: &mut [u8], work
                         )
                     };
                     let scales = (call.format == KeyFormat::Fp8).then_some(&*scales);
-                    body.score(&Block { keys: packed, q, weights, depth, scales }, out);
+                    body.score(&Block { keys: packed, q, weights, depth, scales, ahead }, out);
+                    ahead = Ahead::NOTHING;
                 }
             }
         });

@@ -47,6 +47,11 @@ impl Lanes for Avx2 {
         unsafe { _mm256_set1_ps(*at.cast()) }
     }
     #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        // SAFETY: a hint, which reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+    #[inline(always)]
     unsafe fn store(self, at: *mut f32, x: __m256) {
         // SAFETY: the caller's promise.
         unsafe { _mm256_storeu_ps(at, x) }

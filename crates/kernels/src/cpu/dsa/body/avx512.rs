@@ -56,6 +56,11 @@ impl<const PAIRS: bool> Lanes for Avx512<PAIRS> {
         unsafe { _mm512_set1_ps(*at.cast()) }
     }
     #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        // SAFETY: a hint, which reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+    }
+    #[inline(always)]
     unsafe fn store(self, at: *mut f32, x: __m512) {
         // SAFETY: the caller's promise.
         unsafe { _mm512_storeu_ps(at, x) }

@@ -24,6 +24,8 @@ pub(super) trait Lanes: Copy {
     /// # Safety
     /// A word is readable at `at`.
     unsafe fn broadcast(self, at: *const u32) -> Self::V;
+    /// Asks for the cache line at `at`; any address will do.
+    fn prefetch(self, at: *const u8);
     /// # Safety
     /// `LANES` floats are writable at `at`.
     unsafe fn store(self, at: *mut f32, x: Self::V);
@@ -45,10 +47,14 @@ pub(super) unsafe fn multiply<S: Lanes, const HEADS: usize, const VECTORS: usize
     for first in (0..BLOCK).step_by(S::LANES * VECTORS) {
         let mut totals = [s.splat(0.0); VECTORS];
         let mut head = 0;
+        let turns = heads.div_ceil(HEADS);
         // SAFETY: heads `head..head + N` are below `heads`, and the vectors from `first` on lie in a block.
         unsafe {
             while head + HEADS <= heads {
                 some_heads::<S, HEADS, VECTORS>(s, block, head, first, &mut totals, planted);
+                if first == 0 {
+                    block.ahead.bring(head / HEADS, turns, |at| s.prefetch(at));
+                }
                 head += HEADS;
             }
             if head + 2 <= heads && HEADS > 2 {

@@ -78,6 +78,31 @@ pub(super) struct Block<'a> {
     pub(super) depth: usize,
     /// `[BLOCK]`: what each key's score is multiplied by.
     pub(super) scales: Option<&'a [f32]>,
+    /// Keys to bring near meanwhile.
+    pub(super) ahead: Ahead<'a>,
+}
+
+/// Keys of a later block, which are brought near while this one is multiplied: pages are scattered, and a hardware
+/// prefetcher stops at their edges.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead<'a> {
+    /// Where they start; null where there is none.
+    pub(super) rows: &'a [*const u8],
+    /// Cache lines of each.
+    pub(super) lines: usize,
+}
+
+impl Ahead<'_> {
+    pub(super) const NOTHING: Ahead<'static> = Ahead { rows: &[], lines: 0 };
+
+    /// The `turn`-th of `turns` even shares.
+    #[inline(always)]
+    fn bring(&self, turn: usize, turns: usize, prefetch: impl Fn(*const u8)) {
+        let count = self.rows.len();
+        for &row in &self.rows[count * turn / turns..count * (turn + 1) / turns] {
+            (0..self.lines).for_each(|line| prefetch(row.wrapping_add(64 * line)));
+        }
+    }
 }
 
 /// What the planted faults change, looked up once a block.

@@ -21,7 +21,6 @@ pub(super) struct Keys<'a> {
     /// Bytes from one page, and from one slot, to the next.
     page_stride: u64,
     slot_stride: u64,
-    format: KeyFormat,
 }
 
 impl<'a> Keys<'a> {
@@ -34,16 +33,15 @@ impl<'a> Keys<'a> {
             page_size: call.keys.shape()[1],
             page_stride: (strides[0] * size) as u64,
             slot_stride: (strides[1] * size) as u64,
-            format: call.format,
         }
     }
 
     /// Where keys `first..end` start; null past `end`.
-    fn locate(&self, first: usize, end: usize) -> [*const u8; BLOCK] {
+    pub(super) fn locate(&self, first: usize, end: usize) -> [*const u8; BLOCK] {
         let mut rows = [std::ptr::null(); BLOCK];
         let offset = self.page_start + first;
         let (mut page, mut slot) = (offset / self.page_size, offset % self.page_size);
-        for row in &mut rows[..BLOCK.min(end - first)] {
+        for row in &mut rows[..BLOCK.min(end.saturating_sub(first))] {
             if slot == self.page_size {
                 (page, slot) = (page + 1, 0);
             }
@@ -76,22 +74,20 @@ pub(super) unsafe fn queries(q: &TensorRef<'_>, row: usize, pairs: bool, out: &m
     }
 }
 
-/// Packs keys `first..` as `[depth, BLOCK]` words, zeros past `end`, and their scales.
+/// Packs keys as `[depth, BLOCK]` words, zeros where there is none, and their scales.
 ///
 /// # Safety
-/// Keys up to `end` lie in pages of the pool, each of `width` lanes in its format.
+/// Each row that is not null is a key of `width` lanes in the format.
 pub(super) unsafe fn keys(
     body: &Body,
-    keys: &Keys<'_>,
-    first: usize,
-    end: usize,
+    format: KeyFormat,
+    rows: &[*const u8; BLOCK],
     width: usize,
     out: &mut [u32],
     scales: &mut [f32],
 ) {
-    let rows = keys.locate(first, end);
-    if keys.format == KeyFormat::Fp8 {
-        for (scale, row) in scales.iter_mut().zip(rows) {
+    if format == KeyFormat::Fp8 {
+        for (scale, &row) in scales.iter_mut().zip(rows) {
             // SAFETY: an fp8 key is `width` bytes and then its scale.
             *scale =
                 if row.is_null() { 1.0 } else { unsafe { row.add(width).cast::<f32>().read_unaligned() } };
@@ -100,9 +96,9 @@ pub(super) unsafe fn keys(
     match body.isa {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the machine has the instructions; the caller's promise.
-        Isa::Avx512 | Isa::Avx512Bf16 => unsafe { avx512::keys(keys.format, body.pairs, &rows, width, out) },
+        Isa::Avx512 | Isa::Avx512Bf16 => unsafe { avx512::keys(format, body.pairs, rows, width, out) },
         // SAFETY: the caller's promise.
-        _ => unsafe { plain(keys.format, &rows, width, out) },
+        _ => unsafe { plain(format, rows, width, out) },
     }
 }
 

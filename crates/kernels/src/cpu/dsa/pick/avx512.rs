@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{Class, Counts, Cut, Passes, first};
+use super::{CLASSES, Class, Counts, Cut, Passes, first};
 use crate::mutant::planted;
 
 pub(super) const PASSES: Passes = Passes { count, range, write };
@@ -53,19 +53,20 @@ fn count(scores: &[f32], class: Class, counts: &mut Counts, all: bool) {
         };
         if inside == u16::MAX {
             for pair in digits.chunks_exact(2) {
-                even[pair[0] as usize] += 1;
-                odd[pair[1] as usize] += 1;
+                even[pair[0] as usize % CLASSES] += 1;
+                odd[pair[1] as usize % CLASSES] += 1;
             }
         } else {
             for &digit in &digits[..inside.count_ones() as usize] {
-                even[digit as usize] += 1;
+                even[digit as usize % CLASSES] += 1;
             }
         }
     });
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn range(scores: &[f32], low: f32, high: f32) -> (f32, f32) {
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,popcnt")]
+fn range(scores: &[f32], low: f32, high: f32, kept: &mut [f32]) -> (f32, f32) {
+    let mut len = 0;
     let (low, high) = (_mm512_set1_ps(low), _mm512_set1_ps(high));
     let mut least = _mm512_set1_ps(f32::INFINITY);
     let mut greatest = _mm512_set1_ps(f32::NEG_INFINITY);
@@ -74,6 +75,11 @@ fn range(scores: &[f32], low: f32, high: f32) -> (f32, f32) {
         let inside = _mm512_mask_cmp_ps_mask::<_CMP_LE_OQ>(inside, x, high);
         least = _mm512_mask_min_ps(least, inside, least, x);
         greatest = _mm512_mask_max_ps(greatest, inside, greatest, x);
+        if len + LANES <= kept.len() {
+            // SAFETY: sixteen elements from `len` on; what is written too much is written again.
+            unsafe { _mm512_storeu_ps(kept.as_mut_ptr().add(len), _mm512_maskz_compress_ps(inside, x)) };
+            len += inside.count_ones() as usize;
+        }
     });
     (_mm512_reduce_min_ps(least), _mm512_reduce_max_ps(greatest))
 }

@@ -24,6 +24,9 @@ const CLASSES: usize = 1 << 11;
 /// Copies of the counters, so that equal neighbours do not wait for each other.
 const COPIES: usize = 2;
 
+/// Scores of a class that are kept, so that later rounds need not find them again.
+const KEPT: usize = 4096;
+
 /// Counts of a round: `[COPIES, CLASSES]`.
 type Counts = [[u32; CLASSES]; COPIES];
 
@@ -48,8 +51,9 @@ struct Passes {
     /// Adds each score of a class to one of the copies of its digit's counter. The first class is everything, NaN too,
     /// which counts as 0.
     count: unsafe fn(&[f32], Class, &mut Counts, bool),
-    /// The least and greatest score of `low..=high`; there is one.
-    range: unsafe fn(&[f32], f32, f32) -> (f32, f32),
+    /// The least and greatest score of `low..=high`, of which there is one. Unless it is empty, the scores of that range are
+    /// written to the last slice, which has room for all of them and sixteen more.
+    range: unsafe fn(&[f32], f32, f32, &mut [f32]) -> (f32, f32),
     /// Writes the picked positions, ascending, and returns how many; at most `out.len()`.
     write: unsafe fn(&[f32], Cut, &mut [i32]) -> usize,
 }
@@ -103,31 +107,42 @@ fn cut(passes: &Passes, scores: &[f32], topk: usize) -> Cut {
         return Cut { threshold: f32::INFINITY, ties: 0 };
     }
     let mut counts = [[0; CLASSES]; COPIES];
-    // Orders of the class from `low` on; those above it are picked, `left` of its own are still to be.
-    let (mut low, mut left, mut shift) = (0u32, topk, 32);
+    // Orders of the class from `base` on; those above it are picked, `left` of its own are still to be.
+    let (mut base, mut left, mut shift) = (0u32, topk, 32);
+    let mut kept = [0f32; KEPT + 16];
+    let mut kept_len = None;
     let mut class = Class { low: f32::NEG_INFINITY, high: f32::INFINITY, shift, mask: 0 };
     for (round, digit) in DIGITS.into_iter().enumerate() {
         shift -= digit;
         class = Class { shift, mask: (1 << digit) - 1, ..class };
         let classes = 1 << digit;
         counts.iter_mut().for_each(|copy| copy[..classes].fill(0));
-        // SAFETY: the instruction set is one that this machine has; digits are below `CLASSES`.
-        unsafe { (passes.count)(scores, class, &mut counts, round == 0) };
+        let source = kept_len.map_or(scores, |len: usize| &kept[..len]);
+        // SAFETY: the instruction set is one that this machine has.
+        unsafe { (passes.count)(source, class, &mut counts, round == 0) };
         let (found, inside) = last(&counts, classes, &mut left, round == 0);
         let Some(found) = found else {
             // All that are not NaN.
             return Cut { threshold: f32::NEG_INFINITY, ties: topk };
         };
-        low |= (found as u32) << shift;
+        base |= (found as u32) << shift;
         if inside == left {
-            return Cut { threshold: score(low.max(LEAST)), ties: topk };
+            return Cut { threshold: score(base.max(LEAST)), ties: topk };
         }
-        let high = (low | ((1 << shift) - 1)).min(MOST);
+        let high = (base | ((1 << shift) - 1)).min(MOST);
         // Just below 0 lies what -0 would be, which counts as 0.
         let high = if high == 0x7fff_ffff { high - 1 } else { high };
-        (class.low, class.high) = (score(low.max(LEAST)), score(high));
-        // SAFETY: the instruction set is one that this machine has.
-        let (least, greatest) = unsafe { (passes.range)(scores, class.low, class.high) };
+        (class.low, class.high) = (score(base.max(LEAST)), score(high));
+        let (low, high) = (class.low, class.high);
+        // SAFETY: the instruction set is one that this machine has; `kept` has room for the class, if it is given.
+        let (least, greatest) = unsafe {
+            if kept_len.is_none() && inside <= KEPT {
+                kept_len = Some(inside);
+                (passes.range)(scores, low, high, &mut kept)
+            } else {
+                (passes.range)(kept_len.map_or(scores, |len| &kept[..len]), low, high, &mut [])
+            }
+        };
         if least == greatest {
             return Cut { threshold: least, ties: left };
         }

@@ -1,6 +1,6 @@
 //! The passes in plain Rust, which the compiler vectorises for what it may assume.
 
-use super::{Class, Counts, Cut, Passes, first, order};
+use super::{CLASSES, Class, Counts, Cut, Passes, first, order};
 use crate::mutant::planted;
 
 /// Scores looked at together.
@@ -11,7 +11,7 @@ pub(super) const PASSES: Passes = Passes { count, range, write };
 #[inline(always)]
 fn count(scores: &[f32], class: Class, counts: &mut Counts, all: bool) {
     let [even, odd] = counts;
-    let digit = |x: f32| (order(x) >> class.shift & class.mask) as usize;
+    let digit = |x: f32| (order(x) >> class.shift & class.mask) as usize % CLASSES;
     if all {
         let pairs = scores.chunks_exact(2);
         pairs.remainder().iter().for_each(|&x| even[digit(x)] += 1);
@@ -36,7 +36,8 @@ fn mask(chunk: &[f32], test: impl Fn(f32) -> bool) -> u16 {
 }
 
 #[inline(always)]
-fn range(scores: &[f32], low: f32, high: f32) -> (f32, f32) {
+fn range(scores: &[f32], low: f32, high: f32, kept: &mut [f32]) -> (f32, f32) {
+    let (mut len, keep) = (0, !kept.is_empty());
     let mut least = [f32::INFINITY; LANES];
     let mut greatest = [f32::NEG_INFINITY; LANES];
     for chunk in scores.chunks(LANES) {
@@ -44,6 +45,11 @@ fn range(scores: &[f32], low: f32, high: f32) -> (f32, f32) {
             let inside = low <= x && x <= high;
             least[i] = if inside && x < least[i] { x } else { least[i] };
             greatest[i] = if inside && x > greatest[i] { x } else { greatest[i] };
+            if keep {
+                // Written again unless it is inside.
+                kept[len] = x;
+                len += usize::from(inside);
+            }
         }
     }
     (least.into_iter().fold(f32::INFINITY, f32::min), greatest.into_iter().fold(f32::NEG_INFINITY, f32::max))
@@ -83,8 +89,8 @@ mod avx2 {
     }
 
     #[target_feature(enable = "avx2,bmi1,popcnt")]
-    fn range(scores: &[f32], low: f32, high: f32) -> (f32, f32) {
-        super::range(scores, low, high)
+    fn range(scores: &[f32], low: f32, high: f32, kept: &mut [f32]) -> (f32, f32) {
+        super::range(scores, low, high, kept)
     }
 
     #[target_feature(enable = "avx2,bmi1,popcnt")]
