@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::{CLASSES, Class, Counts, Cut, Passes, first};
+use super::{CLASSES, COPIES, Class, Counts, Cut, Passes, first};
 use crate::mutant::planted;
 
 pub(super) const PASSES: Passes = Passes { count, range, write };
@@ -34,34 +34,33 @@ fn order(x: __m512) -> __m512i {
     _mm512_maskz_xor_epi32(number, bits, flip)
 }
 
+/// Digits found before they are counted: a digit read as soon as it is written would wait for the whole register.
+const BATCH: usize = 512;
+
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,popcnt")]
 fn count(scores: &[f32], class: Class, counts: &mut Counts, all: bool) {
-    let [even, odd] = counts;
     let (low, high) = (_mm512_set1_ps(class.low), _mm512_set1_ps(class.high));
     let (shift, mask) = (_mm_cvtsi32_si128(class.shift as i32), _mm512_set1_epi32(class.mask as i32));
-    let mut digits = [0u32; LANES];
-    sixteen!(scores, |_at, x, there| {
-        let inside = _mm512_mask_cmp_ps_mask::<_CMP_GE_OQ>(there, x, low);
-        let inside = if all { there } else { _mm512_mask_cmp_ps_mask::<_CMP_LE_OQ>(inside, x, high) };
-        if inside == 0 {
-            continue;
-        }
-        let digit = _mm512_and_si512(_mm512_srl_epi32(order(x), shift), mask);
-        // SAFETY: sixteen integers.
-        unsafe {
-            _mm512_storeu_si512(digits.as_mut_ptr().cast(), _mm512_maskz_compress_epi32(inside, digit))
-        };
-        if inside == u16::MAX {
-            for pair in digits.chunks_exact(2) {
-                even[pair[0] as usize % CLASSES] += 1;
-                odd[pair[1] as usize % CLASSES] += 1;
-            }
-        } else {
-            for &digit in &digits[..inside.count_ones() as usize] {
-                even[digit as usize % CLASSES] += 1;
+    let mut digits = [0u16; BATCH + LANES];
+    for batch in scores.chunks(BATCH) {
+        let mut len = 0;
+        sixteen!(batch, |_at, x, there| {
+            let inside = _mm512_mask_cmp_ps_mask::<_CMP_GE_OQ>(there, x, low);
+            let inside = if all { there } else { _mm512_mask_cmp_ps_mask::<_CMP_LE_OQ>(inside, x, high) };
+            let digit = _mm512_and_si512(_mm512_srl_epi32(order(x), shift), mask);
+            let digit = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(inside, digit));
+            // SAFETY: sixteen elements from `len` on, which is at most what the batch held before.
+            unsafe { _mm256_storeu_si256(digits.as_mut_ptr().add(len).cast(), digit) };
+            len += inside.count_ones() as usize;
+        });
+        let mut some = digits[..len].chunks_exact(COPIES);
+        for digits in some.by_ref() {
+            for (copy, &digit) in counts.iter_mut().zip(digits) {
+                copy[digit as usize % CLASSES] += 1;
             }
         }
-    });
+        some.remainder().iter().for_each(|&digit| counts[0][digit as usize % CLASSES] += 1);
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,popcnt")]

@@ -22,7 +22,7 @@ const DIGITS: [u32; 3] = [10, 11, 11];
 /// Counters of a round.
 const CLASSES: usize = 1 << 11;
 /// Copies of the counters, so that equal neighbours do not wait for each other.
-const COPIES: usize = 2;
+const COPIES: usize = 4;
 
 /// Scores of a class that are kept, so that later rounds need not find them again.
 const KEPT: usize = 4096;
@@ -120,7 +120,7 @@ fn cut(passes: &Passes, scores: &[f32], topk: usize) -> Cut {
         let source = kept_len.map_or(scores, |len: usize| &kept[..len]);
         // SAFETY: the instruction set is one that this machine has.
         unsafe { (passes.count)(source, class, &mut counts, round == 0) };
-        let (found, inside) = last(&counts, classes, &mut left, round == 0);
+        let (found, inside) = last(&mut counts, classes, &mut left, round == 0);
         let Some(found) = found else {
             // All that are not NaN.
             return Cut { threshold: f32::NEG_INFINITY, ties: topk };
@@ -150,10 +150,15 @@ fn cut(passes: &Passes, scores: &[f32], topk: usize) -> Cut {
     unreachable!("a class of one order holds one score")
 }
 
-/// The class in which the `left`-th largest falls, and how many are in it; `left` is lowered by those above.
-fn last(counts: &Counts, classes: usize, left: &mut usize, nan: bool) -> (Option<usize>, usize) {
+/// The class in which the `left`-th largest falls, and how many are in it; `left` is lowered by those above. With `nan`
+/// class 0 is NaN alone and nobody falls in it.
+fn last(counts: &mut Counts, classes: usize, left: &mut usize, nan: bool) -> (Option<usize>, usize) {
+    let [counts, others @ ..] = counts;
+    for other in others {
+        counts[..classes].iter_mut().zip(&other[..classes]).for_each(|(count, other)| *count += other);
+    }
     for class in (usize::from(nan)..classes).rev() {
-        let inside: usize = counts.iter().map(|copy| copy[class] as usize).sum();
+        let inside = counts[class] as usize;
         if inside >= *left {
             return (Some(class), inside);
         }

@@ -1,6 +1,6 @@
 //! The passes in plain Rust, which the compiler vectorises for what it may assume.
 
-use super::{CLASSES, Class, Counts, Cut, Passes, first, order};
+use super::{CLASSES, COPIES, Class, Counts, Cut, Passes, first, order};
 use crate::mutant::planted;
 
 /// Scores looked at together.
@@ -10,21 +10,20 @@ pub(super) const PASSES: Passes = Passes { count, range, write };
 
 #[inline(always)]
 fn count(scores: &[f32], class: Class, counts: &mut Counts, all: bool) {
-    let [even, odd] = counts;
     let digit = |x: f32| (order(x) >> class.shift & class.mask) as usize % CLASSES;
     if all {
-        let pairs = scores.chunks_exact(2);
-        pairs.remainder().iter().for_each(|&x| even[digit(x)] += 1);
-        for pair in pairs {
-            even[digit(pair[0])] += 1;
-            odd[digit(pair[1])] += 1;
+        let some = scores.chunks_exact(COPIES);
+        some.remainder().iter().for_each(|&x| counts[0][digit(x)] += 1);
+        for scores in some {
+            counts.iter_mut().zip(scores).for_each(|(copy, &x)| copy[digit(x)] += 1);
         }
         return;
     }
     for chunk in scores.chunks(LANES) {
         let mut inside = mask(chunk, |x| class.low <= x && x <= class.high);
         while inside != 0 {
-            even[digit(chunk[inside.trailing_zeros() as usize])] += 1;
+            let lane = inside.trailing_zeros() as usize;
+            counts[lane % COPIES][digit(chunk[lane])] += 1;
             inside &= inside - 1;
         }
     }
