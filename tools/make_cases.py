@@ -26,10 +26,16 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from cases import draw, paged  # noqa: E402
+from cases import draw, latent, paged, select  # noqa: E402
 
 # Every kind of case, by its op: a function of a draw that gives a case.
-OPS = {"paged": paged.paged, "cross": paged.cross}
+OPS = {
+    "paged": paged.paged,
+    "cross": paged.cross,
+    "mla": latent.mla,
+    "dsa_attend": latent.dsa_attend,
+    "dsa_select": select.dsa_select,
+}
 
 
 def main():
