@@ -14,7 +14,7 @@ pub(crate) fn registry() -> Backends {
     #[cfg(not(feature = "paged"))]
     backends.absent("paged", "paged", &["flashinfer"]).absent("cross", "paged", &[]);
     #[cfg(feature = "mla")]
-    backends.register(Arc::new(mstar_attn_mla::MLA));
+    backends.register(Arc::new(mstar_attn_mla::MlaFactory));
     #[cfg(not(feature = "mla"))]
     backends.absent("mla", "mla", &["flashinfer_mla"]);
     #[cfg(feature = "dense")]
@@ -45,6 +45,8 @@ pub(crate) fn workspace_bytes(
     match backend {
         #[cfg(feature = "paged")]
         "paged" | "cross" => Ok(mstar_attn_paged::workspace_bound(geometry, largest, 0)?),
+        #[cfg(feature = "mla")]
+        "mla" => Ok(mstar_attn_mla::workspace_bound(geometry, largest, 0)?),
         _ => {
             let _ = (geometry, largest);
             Ok(0)

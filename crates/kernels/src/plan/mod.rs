@@ -7,7 +7,7 @@
 //! | --- | --- |
 //! | `list` | `Plan`, its cache key, and the trait of its kinds |
 //! | `options` | [`PlanOptions`], [`Capacity`], what making a plan again did |
-//! | `heads` | the kind of plan over keys and values a head |
+//! | `heads`, `latents` | the kinds: over keys and values a head, over latents |
 //! | `workspace` | [`Workspace`]: scratch sized by the plan's need |
 //! | `hidden` | `select_last_hidden`: each row's last query token |
 
@@ -15,6 +15,8 @@
 mod heads;
 #[cfg(any(feature = "paged", feature = "mla"))]
 mod hidden;
+#[cfg(feature = "mla")]
+mod latents;
 #[cfg(any(feature = "paged", feature = "mla"))]
 mod list;
 mod options;
@@ -24,6 +26,8 @@ mod workspace;
 pub use heads::Heads;
 #[cfg(any(feature = "paged", feature = "mla"))]
 pub use hidden::select_last_hidden;
+#[cfg(feature = "mla")]
+pub use latents::Latents;
 #[cfg(any(feature = "paged", feature = "mla"))]
 pub use list::{Kernel, Plan, PlanCacheKey};
 pub use options::{Capacity, PlanOptions, Planned, Schedule};
