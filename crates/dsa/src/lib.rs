@@ -11,14 +11,45 @@
 //! ```
 //!
 //! Layers that select are *full*; a *shared* layer reuses the pick of the last full layer before it, which is resolved when
-//! the spec loads. A row that sees no more than `topk` keys needs no selection; that is decided by its own key count,
-//! so a neighbour that crosses `topk` changes none of its bits. Index keys lie in a plane of the latent cache's pages,
-//! under the same table, forks, eviction and offload.
+//! the spec loads.
 //!
-//! This crate holds the options. Its kernels are not built: [`DSA`] refuses every geometry and says so.
+//! # Which queries are selected
+//!
+//! A query that sees no more than `topk` keys attends them all, and needs no selection. That is decided by its own key
+//! count: a row of a prefill that crosses `topk` is attended densely up to there and over picks behind it, and a neighbour
+//! that crosses `topk` changes none of a row's bits. So a decode row of at most `topk` keys has the very bits that dense
+//! attention over the same cache gives.
+//!
+//! # Where index keys lie
+//!
+//! In a plane of the latent cache's pages, under the same table, forks, prefix hits, retention and offload; or in an
+//! [`IndexKeyStore`], buffers of each request that grow with its context and know none of these. The picks are the same,
+//! bit for bit.
+//!
+//! # Two levels
+//!
+//! | level | what is in it |
+//! | --- | --- |
+//! | wrapper: borrowed views, foreign page tables | [`index_topk`], [`select_topk_causal`], [`topk`], [`select`], [`scores`], [`sparse_attend`], [`IndexKeyStore`], [`DsaPlan`] |
+//! | manager: a resource of a spec | [`DsaManager`], [`DsaFactory`] |
 
 #![forbid(unsafe_code)]
 
-mod factory;
+mod encode;
+mod error;
+mod key_store;
+mod manager;
+mod plan;
 
-pub use factory::{DSA, DsaOptions};
+pub use mstar_kernels::dsa::{
+    KeyFormat, ScoresParams, SelectParams, SparseParams, TopkParams, dequantise_key, index_topk,
+    quantise_keys, scores, scores_workspace_bytes, select, select_topk_causal, select_workspace_bytes,
+    sparse_attend, sparse_workspace_bytes, topk,
+};
+pub use mstar_kernels::mla::Geometry;
+pub use mstar_kernels::{Buffer, DType, Device, Stream, TensorMut, TensorRef};
+
+pub use error::{Error, Result};
+pub use key_store::IndexKeyStore;
+pub use manager::{DsaFactory, DsaManager};
+pub use plan::{DsaPlan, DsaSpan};

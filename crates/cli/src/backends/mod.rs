@@ -49,6 +49,9 @@ fn as_text(machine: &Machine, driver: &Result<Driver, NoCuda>) -> String {
         };
         out += &wrap(&format!("  {:<9}", factory.name()), &text);
     }
+    if let Some(factory) = backends.sparse() {
+        out += &wrap(&format!("  {:<9}", factory.name()), factory.about());
+    }
     for (name, feature) in backends.not_compiled() {
         out += &wrap(&format!("  {name:<9}"), &format!("not compiled in; build with --features {feature}"));
     }
@@ -108,6 +111,7 @@ fn cpu_line(machine: &Machine) -> String {
 
 fn as_json(machine: &Machine, driver: &Result<Driver, NoCuda>) -> Value {
     let backends = registry();
+    let sparse = backends.sparse().map(|f| json!({ "name": f.name(), "about": f.about(), "runs": true }));
     let compiled: Vec<Value> = backends
         .iter()
         .map(|f| {
@@ -117,6 +121,7 @@ fn as_json(machine: &Machine, driver: &Result<Driver, NoCuda>) -> Value {
                 "runs": serves_nothing(&**f).is_none(),
             })
         })
+        .chain(sparse)
         .collect();
     let absent: Vec<Value> =
         backends.not_compiled().map(|(name, feature)| json!({ "name": name, "feature": feature })).collect();

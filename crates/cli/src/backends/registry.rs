@@ -26,9 +26,9 @@ pub(crate) fn registry() -> Backends {
     #[cfg(not(feature = "flex"))]
     backends.absent("flex", "flex", &[]);
     #[cfg(feature = "dsa")]
-    backends.register(Arc::new(mstar_dsa::DSA));
+    backends.register_sparse(Arc::new(mstar_dsa::DsaFactory));
     #[cfg(not(feature = "dsa"))]
-    backends.absent("dsa", "dsa", &[]);
+    backends.absent_sparse("dsa", "dsa");
     backends
 }
 

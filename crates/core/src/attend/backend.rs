@@ -211,6 +211,7 @@ pub struct Backends {
     present: Vec<Arc<dyn BackendFactory>>,
     absent: Vec<Absent>,
     sparse: Option<Arc<dyn SparseFactory>>,
+    absent_sparse: Option<(&'static str, &'static str)>,
 }
 
 /// Why no backend could be chosen.
@@ -233,6 +234,15 @@ pub enum ResolveError {
         /// The feature that brings it.
         feature: &'static str,
     },
+    /// It is a kind of resource, not a backend of attention.
+    #[error("{kind} is no attention backend but a resource of its own; write kind: {kind}")]
+    Kind {
+        /// What was asked for.
+        kind: &'static str,
+    },
+    /// No resources of this kind can be built.
+    #[error("this program builds no resources of kind dsa")]
+    NoSparse,
     /// There is no such backend.
     #[error("no backend is called {asked}; there are: {}", known.join(", "))]
     Unknown {
@@ -292,9 +302,27 @@ impl Backends {
         self
     }
 
+    /// Notes that the one that builds resources of kind `name` was not compiled in, and the feature that would bring it.
+    pub fn absent_sparse(&mut self, name: &'static str, feature: &'static str) -> &mut Backends {
+        self.absent_sparse = Some((name, feature));
+        self
+    }
+
     /// The one that builds resources of kind `dsa`, when it was compiled in.
     pub fn sparse(&self) -> Option<&Arc<dyn SparseFactory>> {
         self.sparse.as_ref()
+    }
+
+    /// The one that builds resources of kind `dsa`.
+    ///
+    /// # Errors
+    /// [`ResolveError::NotCompiled`] with the feature that brings it; [`ResolveError::NoSparse`] where there is none.
+    pub fn resolve_sparse(&self) -> Result<&Arc<dyn SparseFactory>, ResolveError> {
+        let absent = || match self.absent_sparse {
+            Some((name, feature)) => ResolveError::NotCompiled { name, feature },
+            None => ResolveError::NoSparse,
+        };
+        self.sparse.as_ref().ok_or_else(absent)
     }
 
     /// Those that were compiled in, by name.
@@ -304,7 +332,7 @@ impl Backends {
 
     /// Names and features of those that were not.
     pub fn not_compiled(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
-        self.absent.iter().map(|absent| (absent.name, absent.feature))
+        self.absent.iter().map(|absent| (absent.name, absent.feature)).chain(self.absent_sparse)
     }
 
     /// The one called `name`.
@@ -318,6 +346,11 @@ impl Backends {
         }
         if let Some(absent) = self.absent.iter().find(|absent| absent.name == asked) {
             return Err(ResolveError::NotCompiled { name: absent.name, feature: absent.feature });
+        }
+        let sparse = self.sparse.iter().map(|factory| factory.name());
+        if let Some(kind) = sparse.chain(self.absent_sparse.map(|(name, _)| name)).find(|&kind| kind == asked)
+        {
+            return Err(ResolveError::Kind { kind });
         }
         let present = self.present.iter().map(|factory| (factory.name(), factory.aliases()));
         let all = present.chain(self.absent.iter().map(|absent| (absent.name, absent.aliases)));
@@ -339,6 +372,7 @@ impl fmt::Debug for Backends {
             .field("present", &self.present.iter().map(|factory| factory.name()).collect::<Vec<_>>())
             .field("absent", &self.absent)
             .field("sparse", &self.sparse.as_ref().map(|factory| factory.name()))
+            .field("absent_sparse", &self.absent_sparse)
             .finish()
     }
 }
@@ -475,6 +509,15 @@ mod tests {
         );
         let known = "also-fast, latents, named-only, pages, plain";
         assert_eq!(said("nothing"), format!("no backend is called nothing; there are: {known}"));
+        let mut sparse = backends();
+        sparse.absent_sparse("indexed", "indexer");
+        let named = AttnBackend::parse("indexed");
+        let kind = resolve_attn_backend(&named, Device::Cpu, &geometry(NHD), &sparse).map(|_| ());
+        assert!(kind.unwrap_err().to_string().ends_with("write kind: indexed"));
+        let missing = sparse.resolve_sparse().map(|_| ()).unwrap_err().to_string();
+        assert_eq!(missing, "backend indexed is not compiled in; build with --features indexer");
+        assert!(sparse.not_compiled().any(|absent| absent == ("indexed", "indexer")));
+        assert_eq!(backends().resolve_sparse().map(|_| ()).unwrap_err(), ResolveError::NoSparse);
         let empty = Backends::new();
         let none = resolve_attn_backend(&AttnBackend::Auto, Device::Cpu, &geometry(NHD), &empty).map(|_| ());
         assert!(none.unwrap_err().to_string().ends_with("none is compiled in"));

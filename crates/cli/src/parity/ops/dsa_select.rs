@@ -63,3 +63,14 @@ pub(super) fn reference<E: Element + reference::Real>(case: &Case) -> mstar_kern
     })?;
     Ok(Outputs::from([("out.selection", Computed::Integers(out.selection))]))
 }
+
+#[cfg(feature = "dsa")]
+mod fast;
+#[cfg(feature = "dsa")]
+pub(super) use fast::fast;
+
+/// Refuses: the backend was not compiled in.
+#[cfg(not(feature = "dsa"))]
+pub(super) fn fast(case: &Case) -> Result<Outputs, super::NotRun> {
+    Err(super::NotRun::Unsupported(super::not_compiled(case.op)))
+}

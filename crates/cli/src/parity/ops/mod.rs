@@ -167,6 +167,8 @@ impl Op {
     fn fast(self, case: &Case) -> Result<Outputs, NotRun> {
         match self {
             Op::Paged | Op::Cross => paged::fast(case),
+            Op::DsaSelect => dsa_select::fast(case),
+            Op::DsaAttend => dsa_attend::fast(case),
             _ => Err(NotRun::Unsupported(format!(
                 "the {} backend has no kernel on the CPU yet; --backend reference runs the oracle",
                 self.family()
@@ -182,7 +184,7 @@ impl fmt::Display for Op {
 }
 
 /// Why a backend that this program was built without cannot run a case.
-#[cfg(not(feature = "paged"))]
+#[cfg(not(all(feature = "paged", feature = "dsa")))]
 fn not_compiled(op: Op) -> String {
     format!("built without feature `{0}`: rebuild with --features {0}, or --backend reference", op.family())
 }

@@ -1,0 +1,183 @@
+//! What one plan label of one slot holds between its layers, at addresses that stay: picks, keys on their way into a
+//! store, scratch.
+
+use mstar_core::attend::pages::workspace_bound;
+use mstar_core::attend::{IndexFormat, IndexGeometry, StepShape};
+use mstar_kernels::dsa::{select_workspace_bytes, sparse_workspace_bytes};
+use mstar_kernels::mla::{Geometry, Variant};
+use mstar_kernels::paged::PageTable;
+use mstar_kernels::plan::{Latents, Plan, PlanOptions};
+use mstar_kernels::{Buffer, DType, Result, TensorMut, TensorRef};
+
+use crate::DsaPlan;
+
+/// Bytes of each part.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    /// Picks `[T, K]` i32; 0 where no row can outgrow `K`.
+    pub(crate) selection: usize,
+    /// The step's index keys as they will be stored; 0 where they are stored as they come.
+    pub(crate) staging: usize,
+    /// Scratch of a kernel.
+    pub(crate) workspace: usize,
+}
+
+impl Sizes {
+    /// All together.
+    pub(crate) fn total(&self) -> usize {
+        self.selection.saturating_add(self.staging).saturating_add(self.workspace)
+    }
+
+    /// Part by part the larger.
+    pub(crate) fn max(self, other: Sizes) -> Sizes {
+        Sizes {
+            selection: self.selection.max(other.selection),
+            staging: self.staging.max(other.staging),
+            workspace: self.workspace.max(other.workspace),
+        }
+    }
+
+    /// What a plan needs, in a bucket of `tokens`, whose attention to every visible key is `dense`.
+    pub(crate) fn of_plan(
+        plan: &DsaPlan,
+        tokens: usize,
+        dense: &Plan<Latents>,
+        geometry: &Geometry,
+        index: &IndexGeometry,
+    ) -> Sizes {
+        let tokens = tokens.max(plan.num_tokens());
+        let mut sizes = Sizes::of(tokens, plan.max_keys(), geometry, index, dense.workers());
+        if !plan.needs_selection {
+            sizes = Sizes { selection: 0, workspace: 0, ..sizes };
+        }
+        sizes.workspace = sizes.workspace.max(dense.workspace_bytes());
+        sizes
+    }
+
+    /// What steps of up to `largest` need on `workers` threads. Rows attend densely up to `K` keys, so that is as far as the
+    /// scratch of that reaches.
+    pub(crate) fn foreseen(geometry: &Geometry, index: &IndexGeometry, largest: StepShape) -> Result<Sizes> {
+        let workers = rayon::current_num_threads();
+        let mut sizes = Sizes::of(largest.tokens, largest.kv_len, geometry, index, workers);
+        if largest.kv_len <= index.index_topk {
+            sizes = Sizes { selection: 0, workspace: 0, ..sizes };
+        }
+        let longest = StepShape { kv_len: largest.kv_len.min(index.index_topk), ..largest };
+        sizes.workspace = sizes.workspace.max(dense_bound(geometry, longest, workers)?);
+        Ok(sizes)
+    }
+
+    fn of(tokens: usize, keys: usize, geometry: &Geometry, index: &IndexGeometry, workers: usize) -> Sizes {
+        let IndexGeometry { index_n_heads, index_head_dim, index_topk, format, .. } = *index;
+        let converted = IndexFormat::of(geometry.q_dtype) != Some(format);
+        let key = format.width(index_head_dim).saturating_mul(format.dtype().size());
+        let select = select_workspace_bytes(tokens, keys, index_n_heads, index_head_dim, index_topk, workers);
+        Sizes {
+            selection: tokens.saturating_mul(index_topk).saturating_mul(size_of::<i32>()),
+            staging: if converted { tokens.saturating_mul(key) } else { 0 },
+            workspace: select.max(sparse_workspace_bytes(geometry, index_topk, workers)),
+        }
+    }
+}
+
+/// The memory itself.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    selection: Buffer,
+    staging: Buffer,
+    workspace: Buffer,
+    /// The full layer whose index keys were stored last.
+    pub(crate) stored: Option<usize>,
+    /// The full layer whose pick `selection` holds.
+    pub(crate) selected: Option<usize>,
+}
+
+impl Memory {
+    pub(crate) fn new(sizes: Sizes) -> Result<Memory> {
+        Ok(Memory {
+            selection: Buffer::zeroed(sizes.selection)?,
+            staging: Buffer::zeroed(sizes.staging)?,
+            workspace: Buffer::zeroed(sizes.workspace)?,
+            stored: None,
+            selected: None,
+        })
+    }
+
+    /// Forgets the plan before, and grows each part to what the next needs; one that is large enough stays where it is.
+    ///
+    /// # Errors
+    /// When the memory cannot be had; each part is then as it was, or larger.
+    pub(crate) fn reserve(&mut self, sizes: Sizes) -> Result<()> {
+        (self.stored, self.selected) = (None, None);
+        let parts = [
+            (&mut self.selection, sizes.selection),
+            (&mut self.staging, sizes.staging),
+            (&mut self.workspace, sizes.workspace),
+        ];
+        for (buffer, needed) in parts {
+            if buffer.len() < needed {
+                *buffer = Buffer::zeroed(needed)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes held.
+    pub(crate) fn bytes(&self) -> usize {
+        self.selection.len() + self.staging.len() + self.workspace.len()
+    }
+
+    /// Scratch, whole.
+    pub(crate) fn workspace(&mut self) -> Result<TensorMut<'_>> {
+        let bytes = self.workspace.len();
+        self.workspace.tensor_mut(0, DType::U8, &[bytes])
+    }
+
+    /// `[tokens, W]` of `format`, to be filled before it is stored.
+    pub(crate) fn staging(&mut self, tokens: usize, index: &IndexGeometry) -> Result<TensorMut<'_>> {
+        let width = index.format.width(index.index_head_dim);
+        self.staging.tensor_mut(0, index.format.dtype(), &[tokens, width])
+    }
+
+    /// The picks `[tokens, K]`.
+    pub(crate) fn picks(&self, tokens: usize, topk: usize) -> Result<TensorRef<'_>> {
+        self.selection.tensor(0, DType::I32, &[tokens, topk])
+    }
+
+    /// The picks, to be written, and scratch beside them.
+    pub(crate) fn picks_mut(&mut self, tokens: usize, topk: usize) -> Result<(TensorMut<'_>, TensorMut<'_>)> {
+        let bytes = self.workspace.len();
+        let picks = self.selection.tensor_mut(0, DType::I32, &[tokens, topk])?;
+        Ok((picks, self.workspace.tensor_mut(0, DType::U8, &[bytes])?))
+    }
+
+    /// The picks, to be read, and scratch beside them.
+    pub(crate) fn picks_and_workspace(
+        &mut self,
+        tokens: usize,
+        topk: usize,
+    ) -> Result<(TensorRef<'_>, TensorMut<'_>)> {
+        let bytes = self.workspace.len();
+        let picks = self.selection.tensor(0, DType::I32, &[tokens, topk])?;
+        Ok((picks, self.workspace.tensor_mut(0, DType::U8, &[bytes])?))
+    }
+}
+
+/// Scratch of attention to every visible key, for the steps up to `largest` that need most.
+fn dense_bound(geometry: &Geometry, largest: StepShape, workers: usize) -> Result<usize> {
+    // Scratch depends on lengths and not on pages: each row gets one page.
+    let geometry = Geometry { page_size: largest.kv_len.max(1), ..*geometry };
+    let options = PlanOptions { workers, ..PlanOptions::default() };
+    workspace_bound(largest, |rows| {
+        let table = PageTable {
+            qo_indptr: rows.qo_indptr,
+            kv_indptr: rows.kv_indptr,
+            kv_indices: rows.kv_indices,
+            kv_last_page_len: rows.kv_last_page_len,
+            num_pages: rows.num_pages,
+            ..PageTable::default()
+        };
+        let variant = Variant { sm_scale: 1.0, causal: rows.causal };
+        Ok(Plan::<Latents>::new(&geometry, &variant, &table, &options)?.workspace_bytes())
+    })
+}
