@@ -14,7 +14,8 @@ use super::scheduler::Scheduler;
 use crate::output::Output;
 
 /// Phases that a step's line splits its time into.
-pub(crate) const STEP_PHASES: [&str; 6] = ["plan", "kv write", "attend", "commit", "synthesize", "verify"];
+pub(crate) const STEP_PHASES: [&str; 7] =
+    ["plan", "kv write", "attend", "commit", "synthesize", "verify", "select"];
 
 /// One step's line.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,12 +37,12 @@ pub(crate) struct StepLine {
     /// Wall time.
     pub(crate) seconds: f64,
     /// Seconds of [`STEP_PHASES`].
-    pub(crate) phases: [f64; 6],
+    pub(crate) phases: [f64; STEP_PHASES.len()],
 }
 
 impl StepLine {
     /// Seconds of each of [`STEP_PHASES`] so far.
-    pub(crate) fn phases(phases: &Phases) -> [f64; 6] {
+    pub(crate) fn phases(phases: &Phases) -> [f64; STEP_PHASES.len()] {
         STEP_PHASES.map(|phase| phases.seconds(phase))
     }
 
@@ -50,7 +51,7 @@ impl StepLine {
         scheduler: &Scheduler<'_>,
         cost: &StepCost,
         elapsed: Duration,
-        before: [f64; 6],
+        before: [f64; STEP_PHASES.len()],
         phases: &Phases,
     ) -> StepLine {
         let after = StepLine::phases(phases);

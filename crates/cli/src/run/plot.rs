@@ -11,7 +11,8 @@ const LEFT: f64 = 64.0;
 /// Columns that a lane is drawn in; more steps than that are averaged.
 const COLUMNS: usize = 400;
 /// Colours of the phases, distinguishable in print and to colour-blind readers (Okabe and Ito, 2008).
-const COLOURS: [&str; 6] = ["#e69f00", "#56b4e9", "#0072b2", "#cc79a7", "#999999", "#009e73"];
+const COLOURS: [&str; STEP_PHASES.len()] =
+    ["#e69f00", "#56b4e9", "#0072b2", "#cc79a7", "#999999", "#009e73", "#d55e00"];
 
 /// The steps of a run.
 #[derive(Clone, Debug, Default)]
@@ -41,9 +42,9 @@ impl Timeline {
         let active: Vec<Vec<f64>> = columns.iter().map(|c| mean(c, |s| vec![s.active as f64])).collect();
         lane(&mut out, 0, "ms a step, by phase", &times, 1e3, &COLOURS);
         lane(&mut out, 1, "query tokens a step", &tokens, 1.0, &COLOURS[2..3]);
-        lane(&mut out, 2, "requests active", &active, 1.0, &COLOURS[5..]);
+        lane(&mut out, 2, "requests active", &active, 1.0, &COLOURS[5..6]);
         for (i, (phase, colour)) in STEP_PHASES.iter().zip(COLOURS).enumerate() {
-            let (x, y) = (LEFT + 120.0 * i as f64, height - 12.0);
+            let (x, y) = (LEFT + 100.0 * i as f64, height - 12.0);
             let _ = writeln!(
                 out,
                 "<rect x=\"{x}\" y=\"{}\" width=\"10\" height=\"10\" fill=\"{colour}\"/><text x=\"{}\" y=\"{y}\">{phase}</text>",
@@ -122,7 +123,7 @@ mod tests {
             active: 2,
             virtual_ms: 1.0,
             seconds: 0.01,
-            phases: [0.001; 6],
+            phases: [0.001; STEP_PHASES.len()],
         }
     }
 
