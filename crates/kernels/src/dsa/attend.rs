@@ -212,3 +212,6 @@ impl Tables<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

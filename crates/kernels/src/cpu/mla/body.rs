@@ -11,11 +11,14 @@ use super::generic;
 /// Latents a tile at most.
 pub(super) const TILE: usize = 128;
 
+/// Latents of the next tile that are worth fetching while the last of this one are multiplied.
+pub(super) const AHEAD: usize = 16;
+
 /// Lanes a group: those of a register of sixteen floats.
 pub(super) const GROUP: usize = 16;
 
 /// Lanes of the depth that are summed apart, then added to the score: a shorter chain of roundings.
-pub(super) const CHUNK: usize = 128;
+pub(super) const CHUNK: usize = 64;
 
 /// Scores of all lanes against some latents.
 pub(super) struct Scores<'a> {
@@ -25,6 +28,9 @@ pub(super) struct Scores<'a> {
     pub(super) depth: usize,
     /// The latents, each of `depth` elements of the body's key type.
     pub(super) keys: &'a [*const u8],
+    /// Latents that will be needed next; fetched while these are multiplied.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+    pub(super) ahead: &'a [*const u8],
     /// `[groups, TILE, GROUP]`.
     pub(super) scores: &'a mut [f32],
 }
@@ -79,15 +85,22 @@ pub(super) struct Body {
     pub(super) softmax: unsafe fn(&mut Softmax<'_>),
     /// Needs the instruction set, and values of `width` readable elements.
     pub(super) values: unsafe fn(&mut Values<'_>),
+    /// Widens elements to f32. Needs the instruction set, and as many readable elements of that type.
+    pub(super) widen: unsafe fn(*const u8, DType, &mut [f32]),
 }
 
 impl Body {
     /// The body for these types. `isa` must be supported on this machine.
     pub(super) fn select(isa: Isa, q_dtype: DType, kv_dtype: DType) -> Body {
-        let _ = (q_dtype, kv_dtype);
+        #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+        let dot = q_dtype == DType::Bf16 && kv_dtype == DType::Bf16;
         match isa {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Bf16 | Isa::Avx512 | Isa::Avx2Fma => generic::avx2_body(),
+            Isa::Avx512Bf16 => super::avx512::body(dot),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => super::avx512::body(false),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Fma => generic::avx2_body(),
             _ => generic::portable_body(),
         }
     }

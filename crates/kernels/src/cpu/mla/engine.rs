@@ -119,17 +119,17 @@ impl<'a> Engine<'a> {
             let all: &mut [u16] = bytemuck::cast_slice_mut(self.queries);
             let all = &mut all[group * depth * GROUP..][..depth * GROUP];
             for i in 0..count {
-                // SAFETY: the caller's promise; pairs are of bf16 queries.
-                let value = unsafe { from.cast::<u16>().add(i).read_unaligned() };
                 let d = at + i;
-                all[(d / 2 * GROUP + lane) * 2 + d % 2] = value;
+                // SAFETY: the caller's promise; pairs are of bf16 queries.
+                all[(d / 2 * GROUP + lane) * 2 + d % 2] =
+                    unsafe { from.cast::<u16>().add(i).read_unaligned() };
             }
             return;
         }
-        let all = &mut self.queries[group * depth * GROUP..][..depth * GROUP];
-        for i in 0..count {
+        let to = &mut self.queries[group * depth * GROUP..][..depth * GROUP];
+        for (i, to) in to[at * GROUP..].iter_mut().skip(lane).step_by(GROUP).take(count).enumerate() {
             // SAFETY: the caller's promise.
-            all[(at + i) * GROUP + lane] = unsafe { widen(from, i, self.shape.q_dtype) };
+            *to = unsafe { widen(from, i, self.shape.q_dtype) };
         }
     }
 
@@ -145,12 +145,19 @@ impl<'a> Engine<'a> {
     }
 
     /// Adds a tile of latents to the state in `memory`. `rows[0]` is the key at position `first`; with `hidden`, a lane
-    /// sees only the keys within its bounds.
+    /// sees only the keys within its bounds. `ahead` names latents that are wanted next.
     ///
     /// # Safety
     /// The body's instruction set is supported. Each of `rows`, an even number up to `TILE`, names `depth` readable
     /// elements of the latents' type, or is [`Engine::zeros`].
-    pub(super) unsafe fn tile(&mut self, rows: &[*const u8], first: u32, hidden: bool, memory: &mut [f32]) {
+    pub(super) unsafe fn tile(
+        &mut self,
+        rows: &[*const u8],
+        first: u32,
+        hidden: bool,
+        ahead: &[*const u8],
+        memory: &mut [f32],
+    ) {
         let Shape { body, width, kv_dtype, scale, c, .. } = self.shape;
         let groups = self.lanes.div_ceil(GROUP);
         let padded = groups * GROUP;
@@ -180,6 +187,7 @@ impl<'a> Engine<'a> {
                 groups,
                 depth,
                 keys: rows,
+                ahead,
                 scores: self.scores,
             });
             (body.softmax)(&mut Softmax {
@@ -227,7 +235,7 @@ impl<'a> Engine<'a> {
                 to[depth] = 0;
             } else {
                 // SAFETY: the caller's promise.
-                unsafe { widen_row(row, self.shape.kv_dtype, &mut to[..depth]) };
+                unsafe { (self.shape.body.widen)(row, self.shape.kv_dtype, &mut to[..depth]) };
             }
             staged[index] = to.as_ptr().cast();
         }
@@ -246,14 +254,5 @@ unsafe fn widen(from: *const u8, index: usize, dtype: DType) -> f32 {
             DType::F16 => from.cast::<f16>().add(index).read_unaligned().to_f32(),
             _ => from.cast::<f32>().add(index).read_unaligned(),
         }
-    }
-}
-
-/// # Safety
-/// `to.len()` elements of that type are readable at `from`.
-unsafe fn widen_row(from: *const u8, dtype: DType, to: &mut [f32]) {
-    for (index, to) in to.iter_mut().enumerate() {
-        // SAFETY: the caller's promise.
-        *to = unsafe { widen(from, index, dtype) };
     }
 }

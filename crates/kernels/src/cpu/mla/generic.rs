@@ -1,5 +1,9 @@
 //! Plain Rust bodies in f32: once for any machine, once compiled for AVX2 with FMA.
 
+use half::{bf16, f16};
+
+use crate::DType;
+
 use super::body::{Body, CHUNK, GROUP, Scores, Softmax, TILE, Values};
 
 type Lanes = [f32; GROUP];
@@ -150,6 +154,29 @@ unsafe fn values<const FMA: bool>(job: &mut Values<'_>) {
     }
 }
 
+#[inline(always)]
+unsafe fn widen(from: *const u8, dtype: DType, to: &mut [f32]) {
+    // SAFETY: the caller promises as many elements of that type.
+    unsafe {
+        match dtype {
+            DType::Bf16 => {
+                let from = from.cast::<bf16>();
+                to.iter_mut().enumerate().for_each(|(i, to)| *to = from.add(i).read_unaligned().to_f32());
+            }
+            DType::F16 => {
+                let from = from.cast::<f16>();
+                to.iter_mut().enumerate().for_each(|(i, to)| *to = from.add(i).read_unaligned().to_f32());
+            }
+            _ => std::ptr::copy_nonoverlapping(from, to.as_mut_ptr().cast(), size_of_val(to)),
+        }
+    }
+}
+
+unsafe fn widen_portable(from: *const u8, dtype: DType, to: &mut [f32]) {
+    // SAFETY: the caller's promise is passed on.
+    unsafe { widen(from, dtype, to) }
+}
+
 unsafe fn scores_portable(job: &mut Scores<'_>) {
     // SAFETY: the caller's promise is passed on.
     unsafe { scores::<false>(job) }
@@ -162,7 +189,13 @@ unsafe fn values_portable(job: &mut Values<'_>) {
 
 /// The body for any machine.
 pub(super) fn portable_body() -> Body {
-    Body { pairs: false, scores: scores_portable, softmax: softmax::<false>, values: values_portable }
+    Body {
+        pairs: false,
+        scores: scores_portable,
+        softmax: softmax::<false>,
+        values: values_portable,
+        widen: widen_portable,
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -187,8 +220,30 @@ mod avx2 {
     }
 }
 
+/// As [`widen`], eight halves at a time.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn widen_avx2(from: *const u8, dtype: DType, to: &mut [f32]) {
+    use std::arch::x86_64::{_mm_loadu_si128, _mm256_cvtph_ps, _mm256_storeu_ps};
+    let whole = if dtype == DType::F16 { to.len() / 8 * 8 } else { 0 };
+    // SAFETY: the caller promises as many elements of that type; `whole` is at most that.
+    unsafe {
+        for at in (0..whole).step_by(8) {
+            let halves = _mm_loadu_si128(from.add(2 * at).cast());
+            _mm256_storeu_ps(to.as_mut_ptr().add(at), _mm256_cvtph_ps(halves));
+        }
+        widen(from.add(whole * dtype.size()), dtype, &mut to[whole..]);
+    }
+}
+
 /// The body for AVX2 with FMA.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn avx2_body() -> Body {
-    Body { pairs: false, scores: avx2::scores_avx2, softmax: avx2::softmax_avx2, values: avx2::values_avx2 }
+    Body {
+        pairs: false,
+        scores: avx2::scores_avx2,
+        softmax: avx2::softmax_avx2,
+        values: avx2::values_avx2,
+        widen: widen_avx2,
+    }
 }

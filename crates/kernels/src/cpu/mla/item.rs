@@ -1,11 +1,13 @@
 //! Items of the latent families: leaves of a row's keys under all heads of some query tokens.
 
+use std::ops::Range;
+
 use crate::cpu::address::token_offset;
 use crate::cpu::arena::{Arena, arena_bytes};
 use crate::cpu::paged::{Call, LINE, State, Tree, state_len};
 use crate::work::{Item, Member, Row, WorkList};
 
-use super::body::{Body, TILE};
+use super::body::{AHEAD, Body, TILE};
 use super::engine::{Engine, Shape};
 
 /// Bytes of scratch that [`run`] takes for the largest item.
@@ -109,29 +111,38 @@ impl Pass<'_> {
                 self.clear(tree.len());
             }
             let begin = u64::from(tile) * TILE as u64;
-            self.tile(lo.max(begin) as u32, hi.min(begin + TILE as u64) as u32, tree.len());
+            let keys = lo.max(begin) as u32..hi.min(begin + TILE as u64) as u32;
+            self.tile(keys, hi as u32, tree.len());
         }
         self.push(&mut tree, current);
         tree.finish(|left| self.join(left));
     }
 
-    /// Keys `from..to` of one tile, into the state at `depth`.
-    fn tile(&mut self, from: u32, to: u32, depth: usize) {
+    /// Some keys of one tile, into the state at `depth`; those up to `upto` come next.
+    fn tile(&mut self, keys: Range<u32>, upto: u32, depth: usize) {
+        let (from, to) = (keys.start, keys.end);
         let mut rows = [self.engine.zeros(); TILE];
         // Keys go in pairs at even positions; one that nobody sees is a latent of zeros.
         let first = from & !1;
         let end = to.next_multiple_of(2);
         self.locate(from, to, &mut rows[(from - first) as usize..]);
+        let mut ahead = [std::ptr::null(); AHEAD];
+        let next = AHEAD.min((upto - to) as usize);
+        self.locate(to, to + next as u32, &mut ahead);
+        let ahead = &ahead[..next];
         let hidden = first != from || end != to || !self.engine.all_see(from, to);
         let width = self.call.geometry.head_dim_vo;
         let state = states_of(self.states, depth, self.lanes, width);
         // SAFETY: `Body::select` was given a supported instruction set. Every key of `from..to` is seen by a query of
         // the row, hence inside its pages, whose ids are below `P`: its latent lies in the tensor.
-        unsafe { self.engine.tile(&rows[..(end - first) as usize], first, hidden, state) };
+        unsafe { self.engine.tile(&rows[..(end - first) as usize], first, hidden, ahead, state) };
     }
 
     /// Looks up the latents at positions `from..to`.
     fn locate(&self, from: u32, to: u32, rows: &mut [*const u8]) {
+        if from == to {
+            return;
+        }
         let (call, row) = (self.call, &self.row);
         let pages = &call.work.pages[row.page_begin as usize..][..row.page_count as usize];
         let page_size = call.geometry.page_size as u32;

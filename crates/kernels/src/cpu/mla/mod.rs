@@ -12,6 +12,8 @@
 //! | `engine` | one tile: scores, softmax, weighted values, for whatever latents the caller points at |
 //! | `body` | the primitives of a tile, as each instruction set implements them |
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod body;
 mod engine;
 mod generic;

@@ -16,7 +16,7 @@ use crate::mla::Geometry;
 use crate::mutant::planted;
 use crate::paged::LATENT_LEAF;
 
-use super::body::{Body, TILE};
+use super::body::{AHEAD, Body, TILE};
 use super::engine::{Engine, Shape};
 
 /// Picks a leaf.
@@ -328,9 +328,15 @@ impl<'a, 'p> PickedRow<'a, 'p> {
             for (row, &position) in rows.iter_mut().zip(&self.positions[first..first + count]) {
                 *row = self.latent(position as u32);
             }
+            let next = &self.positions[first + count..end.min(first + count + AHEAD)];
+            let mut ahead = [std::ptr::null(); AHEAD];
+            for (row, &position) in ahead.iter_mut().zip(next) {
+                *row = self.latent(position as u32);
+            }
+            let ahead = &ahead[..next.len()];
             let padded = count.next_multiple_of(2);
             // SAFETY: `Body::select` was given a supported instruction set; every pick was checked to lie in the pages.
-            unsafe { self.engine.tile(&rows[..padded], first as u32, padded != count, state) };
+            unsafe { self.engine.tile(&rows[..padded], first as u32, padded != count, ahead, state) };
         }
     }
 
