@@ -107,6 +107,22 @@ pub fn dequantise_key(stored: &[u8], index_head_dim: usize, lane: usize) -> f32 
     e4m3_to_f32(stored[..index_head_dim][lane]) * f32::from_ne_bytes(scale)
 }
 
+/// Number `index` of a run of floats of a type.
+///
+/// # Safety
+/// The run starts at `from` and is longer than `index`.
+#[inline(always)]
+pub(crate) unsafe fn float(dtype: DType, from: *const u8, index: usize) -> f32 {
+    // SAFETY: the caller's promise; any address will do for an unaligned read.
+    unsafe {
+        match dtype {
+            DType::Bf16 => from.cast::<bf16>().add(index).read_unaligned().to_f32(),
+            DType::F16 => from.cast::<f16>().add(index).read_unaligned().to_f32(),
+            _ => from.cast::<f32>().add(index).read_unaligned(),
+        }
+    }
+}
+
 /// Stores keys `[T, Di]` (f32, bf16 or f16; any outer stride) as fp8, `[T, Di + 4]` u8: `[Di e4m3 | f32 scale]`.
 ///
 /// A key's scale is its largest magnitude over 448, so that nothing saturates; 1 for a key of zeros, and never
@@ -123,22 +139,16 @@ pub fn quantise_keys(keys: TensorRef<'_>, mut out: TensorMut<'_>) -> Result<()> 
     let width = KeyFormat::Fp8.width(di);
     out.expect("out", "[T, Di + 4]", &[Some(tokens), Some(width)], Some(DType::U8), Device::Cpu)?;
     apart("out", &out)?;
-    let read: unsafe fn(*const u8, usize) -> f32 = match keys.dtype() {
-        // SAFETY (of calls): the pointer is a row of `keys` and the lane is below `Di`.
-        DType::F32 => |row, lane| unsafe { row.cast::<f32>().add(lane).read_unaligned() },
-        DType::Bf16 => |row, lane| unsafe { row.cast::<bf16>().add(lane).read_unaligned().to_f32() },
-        DType::F16 => |row, lane| unsafe { row.cast::<f16>().add(lane).read_unaligned().to_f32() },
-        got => {
-            let expected = "f32, bf16 or f16".into();
-            return Err(Error::DTypeMismatch { tensor: "keys", expected, got });
-        }
-    };
+    if !keys.dtype().is_float() {
+        let expected = "f32, bf16 or f16".into();
+        return Err(Error::DTypeMismatch { tensor: "keys", expected, got: keys.dtype() });
+    }
     let (from_stride, to_stride) = (keys.strides()[0] * keys.dtype().size(), out.strides()[0]);
     let (from, to) = (keys.as_ptr(), out.as_mut_ptr());
     for token in 0..tokens {
         let row = from.wrapping_add(token * from_stride);
         // SAFETY: `expect` found `[T, Di]` with contiguous lanes; `lane` stays below `Di`.
-        let lane = |lane: usize| unsafe { read(row, lane) };
+        let lane = |lane: usize| unsafe { float(keys.dtype(), row, lane) };
         // `max` passes over NaN.
         let largest = (0..di).map(|d| lane(d).abs()).fold(0f32, f32::max);
         let scale = if largest == 0.0 { 1.0 } else { (largest / E4M3_MAX).max(f32::MIN_POSITIVE) };

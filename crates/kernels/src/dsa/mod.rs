@@ -36,6 +36,7 @@ mod table;
 mod topk;
 
 pub use attend::{SparseParams, sparse_attend, sparse_workspace_bytes};
+pub(crate) use keys::float;
 pub use keys::{KeyFormat, dequantise_key, e4m3_to_f32, f32_to_e4m3, quantise_keys};
 pub use scores::{ScoresParams, scores, scores_workspace_bytes};
 pub use select::{SelectParams, index_topk, select, select_workspace_bytes};

@@ -8,7 +8,7 @@ use super::pack::{self, Keys};
 use super::pick::pick;
 use crate::TensorRef;
 use crate::cpu::Isa;
-use crate::cpu::arena::{Arena, arena_bytes};
+use crate::cpu::arena::Arena;
 use crate::cpu::workers::{MAX_WORKERS, each};
 use crate::dsa::{KeyFormat, Table};
 
@@ -66,8 +66,9 @@ fn panel_rows(rows: usize, keys: usize) -> usize {
     fit.clamp(1, PANEL)
 }
 
+/// Bytes of a worker's packed block of keys and its scales: whole cache lines, 64 words a step and as many scales.
 fn scratch_bytes(width: usize) -> usize {
-    arena_bytes::<u32>(width.saturating_mul(BLOCK)).saturating_add(arena_bytes::<f32>(BLOCK))
+    width.saturating_add(1).saturating_mul(4 * BLOCK)
 }
 
 /// Bytes that [`run`] needs, from a cache line on.

@@ -4,3 +4,4 @@ mod faults;
 mod fixture;
 mod invariance;
 mod oracle;
+mod refusals;

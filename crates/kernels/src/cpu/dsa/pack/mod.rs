@@ -3,14 +3,14 @@
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 
-use half::{bf16, f16};
+use half::bf16;
 
 use super::body::{BLOCK, Body};
 use super::exec::Call;
+use crate::TensorRef;
 use crate::cpu::Isa;
 use crate::cpu::address::token_offset;
-use crate::dsa::{KeyFormat, e4m3_to_f32};
-use crate::{DType, TensorRef};
+use crate::dsa::{KeyFormat, e4m3_to_f32, float};
 
 /// One request's keys, as addresses.
 pub(super) struct Keys<'a> {
@@ -63,13 +63,7 @@ pub(super) unsafe fn queries(q: &TensorRef<'_>, row: usize, pairs: bool, out: &m
         let at = (row * q.strides()[0] + head * q.strides()[1]) * size;
         let from = q.as_ptr().wrapping_add(at);
         // SAFETY: `width` lanes start there.
-        let lane = |lane: usize| unsafe {
-            match q.dtype() {
-                DType::Bf16 => from.cast::<bf16>().add(lane).read_unaligned().to_f32(),
-                DType::F16 => from.cast::<f16>().add(lane).read_unaligned().to_f32(),
-                _ => from.cast::<f32>().add(lane).read_unaligned(),
-            }
-        };
+        let lane = |lane: usize| unsafe { float(q.dtype(), from, lane) };
         words(width, pairs, lane, |step, word| out[step] = word);
     }
 }
@@ -88,9 +82,11 @@ pub(super) unsafe fn keys(
 ) {
     if format == KeyFormat::Fp8 {
         for (scale, &row) in scales.iter_mut().zip(rows) {
-            // SAFETY: an fp8 key is `width` bytes and then its scale.
-            *scale =
-                if row.is_null() { 1.0 } else { unsafe { row.add(width).cast::<f32>().read_unaligned() } };
+            *scale = match row.is_null() {
+                true => 1.0,
+                // SAFETY: an fp8 key is `width` bytes and then its scale.
+                false => unsafe { row.add(width).cast::<f32>().read_unaligned() },
+            };
         }
     }
     match body.isa {
@@ -115,10 +111,8 @@ unsafe fn plain(format: KeyFormat, rows: &[*const u8; BLOCK], width: usize, out:
         // SAFETY: `width` lanes start there.
         let lane = |lane: usize| unsafe {
             match format {
-                KeyFormat::F32 => from.cast::<f32>().add(lane).read_unaligned(),
-                KeyFormat::Bf16 => from.cast::<bf16>().add(lane).read_unaligned().to_f32(),
-                KeyFormat::F16 => from.cast::<f16>().add(lane).read_unaligned().to_f32(),
                 KeyFormat::Fp8 => e4m3_to_f32(from.add(lane).read()),
+                _ => float(format.dtype(), from, lane),
             }
         };
         for (step, word) in out[key..].iter_mut().step_by(BLOCK).enumerate().take(width) {

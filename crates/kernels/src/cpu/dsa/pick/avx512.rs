@@ -9,19 +9,16 @@ pub(super) const PASSES: Passes = Passes { count, range, write };
 
 const LANES: usize = 16;
 
-/// Calls `each` with every sixteen scores, where they start, and which of them are there; the others read as NaN.
-macro_rules! sixteen {
-    ($scores:expr, |$at:ident, $x:ident, $there:ident| $each:block) => {
-        let scores: &[f32] = $scores;
-        for $at in (0..scores.len()).step_by(LANES) {
-            let left = scores.len() - $at;
-            let $there: __mmask16 = if left >= LANES { u16::MAX } else { (1 << left) - 1 };
-            // SAFETY: the lanes of the mask lie in the slice; the others are not read.
-            let $x =
-                unsafe { _mm512_mask_loadu_ps(_mm512_set1_ps(f32::NAN), $there, scores.as_ptr().add($at)) };
-            $each
-        }
-    };
+/// Sixteen scores from `at` on, and which of them are there; the others read as NaN.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn load(scores: &[f32], at: usize) -> (__m512, __mmask16) {
+    let left = scores.len() - at;
+    let there: __mmask16 = if left >= LANES { u16::MAX } else { (1 << left) - 1 };
+    // SAFETY: the lanes of the mask lie in the slice; the others are not read.
+    let x =
+        unsafe { _mm512_mask_loadu_ps(_mm512_set1_ps(f32::NAN), there, scores.as_ptr().wrapping_add(at)) };
+    (x, there)
 }
 
 /// As the portable one.
@@ -44,7 +41,8 @@ fn count(scores: &[f32], class: Class, counts: &mut Counts, all: bool) {
     let mut digits = [0u16; BATCH + LANES];
     for batch in scores.chunks(BATCH) {
         let mut len = 0;
-        sixteen!(batch, |_at, x, there| {
+        for at in (0..batch.len()).step_by(LANES) {
+            let (x, there) = load(batch, at);
             let inside = _mm512_mask_cmp_ps_mask::<_CMP_GE_OQ>(there, x, low);
             let inside = if all { there } else { _mm512_mask_cmp_ps_mask::<_CMP_LE_OQ>(inside, x, high) };
             let digit = _mm512_and_si512(_mm512_srl_epi32(order(x), shift), mask);
@@ -52,7 +50,7 @@ fn count(scores: &[f32], class: Class, counts: &mut Counts, all: bool) {
             // SAFETY: sixteen elements from `len` on, which is at most what the batch held before.
             unsafe { _mm256_storeu_si256(digits.as_mut_ptr().add(len).cast(), digit) };
             len += inside.count_ones() as usize;
-        });
+        }
         let mut some = digits[..len].chunks_exact(COPIES);
         for digits in some.by_ref() {
             for (copy, &digit) in counts.iter_mut().zip(digits) {
@@ -69,7 +67,8 @@ fn range(scores: &[f32], low: f32, high: f32, kept: &mut [f32]) -> (f32, f32) {
     let (low, high) = (_mm512_set1_ps(low), _mm512_set1_ps(high));
     let mut least = _mm512_set1_ps(f32::INFINITY);
     let mut greatest = _mm512_set1_ps(f32::NEG_INFINITY);
-    sixteen!(scores, |_at, x, there| {
+    for at in (0..scores.len()).step_by(LANES) {
+        let (x, there) = load(scores, at);
         let inside = _mm512_mask_cmp_ps_mask::<_CMP_GE_OQ>(there, x, low);
         let inside = _mm512_mask_cmp_ps_mask::<_CMP_LE_OQ>(inside, x, high);
         least = _mm512_mask_min_ps(least, inside, least, x);
@@ -79,7 +78,7 @@ fn range(scores: &[f32], low: f32, high: f32, kept: &mut [f32]) -> (f32, f32) {
             unsafe { _mm512_storeu_ps(kept.as_mut_ptr().add(len), _mm512_maskz_compress_ps(inside, x)) };
             len += inside.count_ones() as usize;
         }
-    });
+    }
     (_mm512_reduce_min_ps(least), _mm512_reduce_max_ps(greatest))
 }
 
@@ -89,7 +88,8 @@ fn write(scores: &[f32], cut: Cut, out: &mut [i32]) -> usize {
     let threshold = _mm512_set1_ps(cut.threshold);
     let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     let (mut len, mut ties) = (0, cut.ties);
-    sixteen!(scores, |at, x, there| {
+    for at in (0..scores.len()).step_by(LANES) {
+        let (x, there) = load(scores, at);
         let mut above = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(x, threshold);
         if nan {
             above |= _mm512_mask_cmp_ps_mask::<_CMP_UNORD_Q>(there, x, x);
@@ -119,6 +119,6 @@ fn write(scores: &[f32], cut: Cut, out: &mut [i32]) -> usize {
             }
         }
         len += picked.count_ones() as usize;
-    });
+    }
     len
 }

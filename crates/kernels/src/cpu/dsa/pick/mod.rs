@@ -46,6 +46,9 @@ struct Class {
     mask: u32,
 }
 
+/// See [`Passes::range`].
+type Range = unsafe fn(&[f32], f32, f32, &mut [f32]) -> (f32, f32);
+
 /// The passes over a row of scores, for one instruction set.
 struct Passes {
     /// Adds each score of a class to one of the copies of its digit's counter. The first class is everything, NaN too,
@@ -53,7 +56,7 @@ struct Passes {
     count: unsafe fn(&[f32], Class, &mut Counts, bool),
     /// The least and greatest score of `low..=high`, of which there is one. Unless it is empty, the scores of that range are
     /// written to the last slice, which has room for all of them and sixteen more.
-    range: unsafe fn(&[f32], f32, f32, &mut [f32]) -> (f32, f32),
+    range: Range,
     /// Writes the picked positions, ascending, and returns how many; at most `out.len()`.
     write: unsafe fn(&[f32], Cut, &mut [i32]) -> usize,
 }
