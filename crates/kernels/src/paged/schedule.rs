@@ -22,8 +22,9 @@ const MIN_ITEM_COST: u64 = 1 << 13;
 /// Query vectors whose states one decode item keeps: 64 of width 128 are 32 KiB a tree level.
 const MAX_ITEM_STATES: usize = 64;
 
-/// Bytes of one tile's keys and values that an item takes: this tile and the next fit a second-level cache.
-const MAX_TILE_BYTES: usize = 256 << 10;
+/// Bytes of one tile's keys and values that an item takes: half of a second-level cache, since half a tile is fetched while
+/// the other half is computed.
+const MAX_TILE_BYTES: usize = 512 << 10;
 
 /// Keys of a tile of the decode family.
 #[cfg(feature = "paged")]

@@ -15,9 +15,14 @@ pub(crate) const fn acc_stride(head_dim_vo: usize) -> usize {
     head_dim_vo.next_multiple_of(LINE)
 }
 
+/// Where a state's accumulators begin, in floats.
+pub(crate) const fn acc_begin(lanes: usize) -> usize {
+    2 * lanes.next_multiple_of(LINE)
+}
+
 /// Floats of the state of `lanes` query vectors.
 pub(crate) const fn state_len(lanes: usize, head_dim_vo: usize) -> usize {
-    2 * lanes.next_multiple_of(LINE) + lanes * acc_stride(head_dim_vo)
+    acc_begin(lanes) + lanes * acc_stride(head_dim_vo)
 }
 
 /// A state's memory, split into its parts.

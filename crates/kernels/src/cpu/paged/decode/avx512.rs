@@ -11,7 +11,7 @@ use half::{bf16, f16};
 
 use crate::DType;
 
-use super::body::{Ahead, Body, Scores, ScoresFn, TILE, Transform, Values, ValuesFn};
+use super::body::{Ahead, Body, Scores, ScoresFn, TILE, Transform, VALUE_KEYS, Values, ValuesFn};
 use super::generic::{EXP2, TANH_LIMIT, TANH_P, TANH_Q, undefined};
 
 /// Elements that load as sixteen f32.
@@ -27,6 +27,37 @@ trait Load: Copy + 'static {
     /// # Safety
     /// AVX-512 F, BW and VL; the elements of set bits are readable.
     unsafe fn load_some(at: *const Self, mask: __mmask16) -> __m512;
+
+    /// Thirty-two elements from `at`, in the order that is cheapest to load; [`Load::deal`] puts sums in that order.
+    ///
+    /// # Safety
+    /// AVX-512 F and BW; thirty-two readable elements.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn load_pair(at: *const Self) -> [__m512; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { [Self::load(at), Self::load(at.add(16))] }
+    }
+
+    /// From the order of elements to that of [`Load::load_pair`].
+    ///
+    /// # Safety
+    /// AVX-512 F.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn deal(sums: [__m512; 2]) -> [__m512; 2] {
+        sums
+    }
+
+    /// Undoes [`Load::deal`].
+    ///
+    /// # Safety
+    /// AVX-512 F.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn gather(sums: [__m512; 2]) -> [__m512; 2] {
+        sums
+    }
 }
 
 impl Load for f32 {
@@ -60,6 +91,32 @@ impl Load for bf16 {
         // SAFETY: the caller's promise.
         let bits = unsafe { _mm256_maskz_loadu_epi16(mask, at.cast()) };
         _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+    }
+
+    // Elements of even index, then those of odd: a shift and a mask, where widening in order takes four operations.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn load_pair(at: *const bf16) -> [__m512; 2] {
+        // SAFETY: the caller's promise.
+        let bits = unsafe { _mm512_loadu_si512(at.cast()) };
+        let odd = _mm512_and_si512(bits, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+        [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits)), _mm512_castsi512_ps(odd)]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn deal([low, high]: [__m512; 2]) -> [__m512; 2] {
+        let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        let odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+        [_mm512_permutex2var_ps(low, even, high), _mm512_permutex2var_ps(low, odd, high)]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn gather([even, odd]: [__m512; 2]) -> [__m512; 2] {
+        let low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        let high = _mm512_or_si512(low, _mm512_set1_epi32(8));
+        [_mm512_permutex2var_ps(even, low, odd), _mm512_permutex2var_ps(even, high, odd)]
     }
 }
 
@@ -130,15 +187,16 @@ fn fold16(v: &[__m512; 16]) -> __m512 {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn score_block<K: Load, const LANES: usize, const KEYS: usize>(
     job: &Scores<'_>,
+    head: usize,
     lane: usize,
     first: usize,
 ) {
     let count = KEYS.min(job.keys.len() - first);
     let mut keys = [std::ptr::null::<K>(); KEYS];
     for i in 0..KEYS {
-        keys[i] = job.keys[first + i.min(count - 1)].cast();
+        keys[i] = job.keys[first + i.min(count - 1)].wrapping_add(head * job.key_head).cast();
     }
-    let q = job.q.cast::<f32>();
+    let q = job.q.wrapping_add(head * job.q_head).cast::<f32>();
     let mut sums = [_mm512_setzero_ps(); 16];
     let whole = job.head_dim / 16 * 16;
     // SAFETY: queries are packed `q_stride` floats apart and padded past `head_dim`; each key names
@@ -167,7 +225,7 @@ unsafe fn score_block<K: Load, const LANES: usize, const KEYS: usize>(
                 }
             }
         }
-        store::<LANES, KEYS>(job, lane, first, count, fold16(&sums));
+        store::<LANES, KEYS>(job, head * job.lanes + lane, first, count, fold16(&sums));
     }
 }
 
@@ -176,15 +234,16 @@ unsafe fn score_block<K: Load, const LANES: usize, const KEYS: usize>(
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 unsafe fn score_block_bf16<const LANES: usize, const KEYS: usize>(
     job: &Scores<'_>,
+    head: usize,
     lane: usize,
     first: usize,
 ) {
     let count = KEYS.min(job.keys.len() - first);
     let mut keys = [std::ptr::null::<bf16>(); KEYS];
     for i in 0..KEYS {
-        keys[i] = job.keys[first + i.min(count - 1)].cast();
+        keys[i] = job.keys[first + i.min(count - 1)].wrapping_add(head * job.key_head).cast();
     }
-    let q = job.q.cast::<bf16>();
+    let q = job.q.wrapping_add(head * job.q_head).cast::<bf16>();
     let mut sums = [_mm512_setzero_ps(); 16];
     let whole = job.head_dim / 32 * 32;
     // SAFETY: as in `score_block`; queries are bf16 here, padded to a multiple of 32.
@@ -213,11 +272,11 @@ unsafe fn score_block_bf16<const LANES: usize, const KEYS: usize>(
                 }
             }
         }
-        store::<LANES, KEYS>(job, lane, first, count, fold16(&sums));
+        store::<LANES, KEYS>(job, head * job.lanes + lane, first, count, fold16(&sums));
     }
 }
 
-/// Stores `KEYS` scores of each of `LANES` lanes, `count` of which are wanted.
+/// Stores `KEYS` scores of each of `LANES` lanes, `count` of which are wanted; `lane` counts through all heads.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn store<const LANES: usize, const KEYS: usize>(
@@ -227,24 +286,30 @@ unsafe fn store<const LANES: usize, const KEYS: usize>(
     count: usize,
     sums: __m512,
 ) {
-    let mut out = [0f32; 16];
-    // SAFETY: `out` holds sixteen floats; scores have room for TILE keys a lane, of which the block's are
-    // `first..first + count`.
-    unsafe {
-        _mm512_storeu_ps(out.as_mut_ptr(), sums);
-        for l in 0..LANES {
-            let to = job.scores.add((lane + l) * TILE + first);
-            std::ptr::copy_nonoverlapping(out.as_ptr().add(l * KEYS), to, count);
-        }
+    let wanted = (1u32 << count) - 1;
+    // Lanes in order, each in the lowest `KEYS` places of a register.
+    let turn = |by: usize| match by * KEYS {
+        0 => sums,
+        4 => _mm512_shuffle_f32x4::<1>(sums, sums),
+        8 => _mm512_shuffle_f32x4::<0b1110>(sums, sums),
+        _ => _mm512_shuffle_f32x4::<3>(sums, sums),
+    };
+    for l in 0..LANES {
+        // SAFETY: scores have room for TILE keys a lane, of which the block's are `first..first + count`; others are
+        // not written, by mask.
+        unsafe { _mm512_mask_storeu_ps(job.scores.add((lane + l) * TILE + first), wanted as u16, turn(l)) };
     }
 }
 
 /// Hands out the lines of an [`Ahead`] a few at a time, evenly over a loop.
 struct Fetch<'a> {
+    ahead: Ahead<'a>,
     rows: std::slice::Iter<'a, *const u8>,
+    then: std::slice::Iter<'a, *const u8>,
     row: *const u8,
+    stretches: usize,
+    at: *const u8,
     left: usize,
-    lines: usize,
     /// Lines a turn, in 256ths, and what is owed.
     rate: usize,
     owed: usize,
@@ -253,7 +318,25 @@ struct Fetch<'a> {
 impl<'a> Fetch<'a> {
     fn new(ahead: &Ahead<'a>, turns: usize) -> Fetch<'a> {
         let rate = (ahead.total() * 256).div_ceil(turns.max(1));
-        Fetch { rows: ahead.rows.iter(), row: std::ptr::null(), left: 0, lines: ahead.lines, rate, owed: 0 }
+        let (rows, then, nowhere) = (ahead.rows.iter(), ahead.then.iter(), std::ptr::null());
+        Fetch { ahead: *ahead, rows, then, row: nowhere, stretches: 0, at: nowhere, left: 0, rate, owed: 0 }
+    }
+
+    /// Moves to the next stretch, if there is one.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn next(&mut self) -> bool {
+        if self.stretches == 0 {
+            let Some(&row) = self.rows.next() else { return false };
+            (self.row, self.stretches) = (row, self.ahead.stretches);
+            if let Some(&then) = self.then.next() {
+                _mm_prefetch::<_MM_HINT_T1>(then.cast());
+            }
+        }
+        (self.at, self.left) = (self.row, self.ahead.lines);
+        self.row = self.row.wrapping_add(self.ahead.stride);
+        self.stretches -= 1;
+        true
     }
 
     #[inline]
@@ -262,17 +345,12 @@ impl<'a> Fetch<'a> {
         self.owed += self.rate;
         while self.owed >= 256 {
             self.owed -= 256;
-            if self.left == 0 {
-                match self.rows.next() {
-                    Some(&row) => (self.row, self.left) = (row, self.lines),
-                    None => {
-                        self.rate = 0;
-                        return;
-                    }
-                }
+            if self.left == 0 && !self.next() {
+                self.rate = 0;
+                return;
             }
-            _mm_prefetch::<_MM_HINT_T1>(self.row.cast());
-            self.row = self.row.wrapping_add(64);
+            _mm_prefetch::<_MM_HINT_T1>(self.at.cast());
+            self.at = self.at.wrapping_add(64);
             self.left -= 1;
         }
     }
@@ -282,33 +360,33 @@ macro_rules! scores {
     ($name:ident, $features:literal, $block:ident $(, $k:ident)?) => {
         #[target_feature(enable = $features)]
         unsafe fn $name$(<$k: Load>)?(job: &Scores<'_>) {
-            let keys = job.keys.len();
-            let blocks = keys.div_ceil(4) * (job.lanes / 4)
-                + keys.div_ceil(8) * (job.lanes % 4 / 2)
-                + keys.div_ceil(16) * (job.lanes % 2);
-            let mut fetch = Fetch::new(&job.ahead, blocks);
-            let mut lane = 0;
-            // SAFETY: the caller's promise covers every block of `lanes x keys`.
-            unsafe {
-                while lane + 4 <= job.lanes {
-                    for first in (0..keys).step_by(4) {
-                        $block::<$($k,)? 4, 4>(job, lane, first);
-                        fetch.turn();
+            // The fewest tokens that fill every block: a row of all heads is then read from front to back.
+            let step = 16 >> (job.lanes.trailing_zeros().min(2));
+            let count = job.keys.len();
+            let mut fetch = Fetch::new(&job.ahead, count.div_ceil(step) * job.heads);
+            for begin in (0..count).step_by(step) {
+                let end = count.min(begin + step);
+                for head in 0..job.heads {
+                    let mut lane = 0;
+                    // SAFETY: the caller's promise covers every block of `heads x lanes x keys`.
+                    unsafe {
+                        while lane + 4 <= job.lanes {
+                            for first in (begin..end).step_by(4) {
+                                $block::<$($k,)? 4, 4>(job, head, lane, first);
+                            }
+                            lane += 4;
+                        }
+                        if lane + 2 <= job.lanes {
+                            for first in (begin..end).step_by(8) {
+                                $block::<$($k,)? 2, 8>(job, head, lane, first);
+                            }
+                            lane += 2;
+                        }
+                        if lane < job.lanes {
+                            $block::<$($k,)? 1, 16>(job, head, lane, begin);
+                        }
                     }
-                    lane += 4;
-                }
-                if lane + 2 <= job.lanes {
-                    for first in (0..keys).step_by(8) {
-                        $block::<$($k,)? 2, 8>(job, lane, first);
-                        fetch.turn();
-                    }
-                    lane += 2;
-                }
-                if lane < job.lanes {
-                    for first in (0..keys).step_by(16) {
-                        $block::<$($k,)? 1, 16>(job, lane, first);
-                        fetch.turn();
-                    }
+                    fetch.turn();
                 }
             }
         }
@@ -317,64 +395,109 @@ macro_rules! scores {
 scores!(scores_f32, "avx512f,avx512bw,avx512dq,avx512vl", score_block, K);
 scores!(scores_bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", score_block_bf16);
 
-/// Adds a run of weighted values to `LANES x COLUMNS` registers of the accumulator.
+/// Values that the value blocks work on: some of a run's, under one head.
+struct Block<'a> {
+    values: &'a [*const u8],
+    /// Bytes from the first head's value to this head's.
+    offset: usize,
+    /// `[lanes, TILE]`, at the first value.
+    weights: *const f32,
+    /// `[lanes, acc_stride]`.
+    acc: *mut f32,
+    acc_stride: usize,
+    head_dim: usize,
+}
+
+/// Adds weighted values to 64 columns of `LANES` accumulators.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn value_block<K: Load, const LANES: usize, const COLUMNS: usize>(
-    job: &Values<'_>,
+unsafe fn value_block<K: Load, const LANES: usize>(
+    block: &Block<'_>,
     lane: usize,
     column: usize,
-    mask: __mmask16,
     fetch: &mut Fetch<'_>,
 ) {
-    let mut sums = [[_mm512_setzero_ps(); COLUMNS]; LANES];
-    // SAFETY: the accumulator has `acc_stride` floats a lane, a multiple of 16 that holds these columns; weights
-    // hold TILE floats a lane; each value names `head_dim` readable elements, the last register by mask.
+    let mut sums = [[[_mm512_setzero_ps(); 2]; 2]; LANES];
+    // SAFETY: the accumulator has `acc_stride` floats a lane, which hold these columns; weights hold TILE floats a
+    // lane; each value names `head_dim` readable elements, these columns among them.
     unsafe {
-        let acc = job.acc.add(lane * job.acc_stride + column);
+        let acc = block.acc.add(lane * block.acc_stride + column);
         for l in 0..LANES {
-            for i in 0..COLUMNS {
-                sums[l][i] = _mm512_loadu_ps(acc.add(l * job.acc_stride + 16 * i));
+            for i in 0..2 {
+                let at = acc.add(l * block.acc_stride + 32 * i);
+                sums[l][i] = K::deal([_mm512_loadu_ps(at), _mm512_loadu_ps(at.add(16))]);
             }
         }
-        let weights = job.weights.add(lane * TILE);
-        for (key, &row) in job.values.iter().enumerate() {
-            let row = row.cast::<K>().add(column);
-            let mut values = [_mm512_setzero_ps(); COLUMNS];
-            for i in 0..COLUMNS {
-                let full = i + 1 < COLUMNS || mask == u16::MAX;
-                values[i] = if full { K::load(row.add(16 * i)) } else { K::load_some(row.add(16 * i), mask) };
-            }
+        let weights = block.weights.add(lane * TILE);
+        for (key, &row) in block.values.iter().enumerate() {
+            let row = row.add(block.offset).cast::<K>().add(column);
+            let values = [K::load_pair(row), K::load_pair(row.add(32))];
             for l in 0..LANES {
                 let weight = _mm512_set1_ps(*weights.add(l * TILE + key));
-                for i in 0..COLUMNS {
-                    sums[l][i] = _mm512_fmadd_ps(weight, values[i], sums[l][i]);
+                for i in 0..2 {
+                    for j in 0..2 {
+                        sums[l][i][j] = _mm512_fmadd_ps(weight, values[i][j], sums[l][i][j]);
+                    }
                 }
             }
             fetch.turn();
         }
         for l in 0..LANES {
-            for i in 0..COLUMNS {
-                _mm512_storeu_ps(acc.add(l * job.acc_stride + 16 * i), sums[l][i]);
+            for i in 0..2 {
+                let at = acc.add(l * block.acc_stride + 32 * i);
+                let [low, high] = K::gather(sums[l][i]);
+                _mm512_storeu_ps(at, low);
+                _mm512_storeu_ps(at.add(16), high);
             }
+        }
+    }
+}
+
+/// Adds weighted values to up to 16 columns of `LANES` accumulators.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn value_rest<K: Load, const LANES: usize>(
+    block: &Block<'_>,
+    lane: usize,
+    column: usize,
+    fetch: &mut Fetch<'_>,
+) {
+    let left = block.head_dim - column;
+    let mask = if left >= 16 { u16::MAX } else { (1u16 << left) - 1 };
+    let mut sums = [_mm512_setzero_ps(); LANES];
+    // SAFETY: as in `value_block`, where `acc_stride` is a multiple of 16; columns past the last are not read, by mask.
+    unsafe {
+        let acc = block.acc.add(lane * block.acc_stride + column);
+        for l in 0..LANES {
+            sums[l] = _mm512_loadu_ps(acc.add(l * block.acc_stride));
+        }
+        let weights = block.weights.add(lane * TILE);
+        for (key, &row) in block.values.iter().enumerate() {
+            let value = K::load_some(row.add(block.offset).cast::<K>().add(column), mask);
+            for l in 0..LANES {
+                let weight = _mm512_set1_ps(*weights.add(l * TILE + key));
+                sums[l] = _mm512_fmadd_ps(weight, value, sums[l]);
+            }
+            fetch.turn();
+        }
+        for l in 0..LANES {
+            _mm512_storeu_ps(acc.add(l * block.acc_stride), sums[l]);
         }
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn value_columns<K: Load, const LANES: usize>(job: &Values<'_>, lane: usize, fetch: &mut Fetch<'_>) {
+unsafe fn value_columns<K: Load, const LANES: usize>(block: &Block<'_>, lane: usize, fetch: &mut Fetch<'_>) {
     let mut column = 0;
     // SAFETY: the caller's promise covers every block of lanes and columns.
     unsafe {
-        while column + 64 <= job.head_dim {
-            value_block::<K, LANES, 4>(job, lane, column, u16::MAX, fetch);
+        while column + 64 <= block.head_dim {
+            value_block::<K, LANES>(block, lane, column, fetch);
             column += 64;
         }
-        while column < job.head_dim {
-            let left = job.head_dim - column;
-            let mask = if left >= 16 { u16::MAX } else { (1u16 << left) - 1 };
-            value_block::<K, LANES, 1>(job, lane, column, mask, fetch);
+        while column < block.head_dim {
+            value_rest::<K, LANES>(block, lane, column, fetch);
             column += 16;
         }
     }
@@ -384,20 +507,32 @@ unsafe fn value_columns<K: Load, const LANES: usize>(job: &Values<'_>, lane: usi
 unsafe fn values<K: Load>(job: &Values<'_>) {
     let passes = job.lanes / 4 + job.lanes % 4 / 2 + job.lanes % 2;
     let columns = job.head_dim / 64 + (job.head_dim % 64).div_ceil(16);
-    let mut fetch = Fetch::new(&job.ahead, job.values.len() * columns * passes);
-    let mut lane = 0;
-    // SAFETY: the caller's promise covers every block of lanes.
-    unsafe {
-        while lane + 4 <= job.lanes {
-            value_columns::<K, 4>(job, lane, &mut fetch);
-            lane += 4;
-        }
-        if lane + 2 <= job.lanes {
-            value_columns::<K, 2>(job, lane, &mut fetch);
-            lane += 2;
-        }
-        if lane < job.lanes {
-            value_columns::<K, 1>(job, lane, &mut fetch);
+    let mut fetch = Fetch::new(&job.ahead, job.values.len() * job.heads * columns * passes);
+    for (index, values) in job.values.chunks(VALUE_KEYS).enumerate() {
+        for head in 0..job.heads {
+            // SAFETY: the caller's promise covers every block of heads, lanes, keys and columns.
+            unsafe {
+                let block = Block {
+                    values,
+                    offset: head * job.value_head,
+                    weights: job.weights.add(head * job.lanes * TILE + index * VALUE_KEYS),
+                    acc: job.acc.add(head * job.acc_head),
+                    acc_stride: job.acc_stride,
+                    head_dim: job.head_dim,
+                };
+                let mut lane = 0;
+                while lane + 4 <= job.lanes {
+                    value_columns::<K, 4>(&block, lane, &mut fetch);
+                    lane += 4;
+                }
+                if lane + 2 <= job.lanes {
+                    value_columns::<K, 2>(&block, lane, &mut fetch);
+                    lane += 2;
+                }
+                if lane < job.lanes {
+                    value_columns::<K, 1>(&block, lane, &mut fetch);
+                }
+            }
         }
     }
 }

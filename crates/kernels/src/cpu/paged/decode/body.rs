@@ -1,9 +1,9 @@
 //! The four primitives of the decode family, as each instruction set implements them.
 //!
-//! A primitive works on one key head, some query vectors (*lanes*) and a run of keys inside one tile of
-//! [`TILE`] keys. Blocking over lanes and keys is free: each score has its own accumulator, summed over the head
-//! width in one order, and a lane's values are added key after key. So neither the number of lanes nor where a run
-//! begins changes a bit.
+//! Scores and values work on all key heads of an item, some query vectors (*lanes*) a head and a run of keys inside one
+//! tile of [`TILE`] keys; they take a few tokens at a time under all heads, as memory lies. Blocking over heads, lanes and
+//! keys is free: each score has its own accumulator, summed over the head width in one order, and a lane's values are
+//! added key after key. So neither the number of lanes nor where a run begins changes a bit.
 
 use half::{bf16, f16};
 
@@ -15,49 +15,71 @@ use super::generic;
 /// Keys a tile; tiles start at absolute positions that are multiples of it.
 pub(crate) const TILE: usize = 64;
 
-/// Scores of `lanes` query vectors against a run of keys.
+/// Values added to one head's accumulators before the next head's turn: few, so that the rows are read as they lie; enough
+/// that accumulators are not loaded and stored too often.
+pub(super) const VALUE_KEYS: usize = 16;
+
+/// Scores of every head's `lanes` query vectors against a run of keys.
 pub(super) struct Scores<'a> {
-    /// `[lanes, q_stride]`, packed and padded with zeros to a multiple of 32, in the body's query type.
+    /// `[heads, lanes, q_stride]`, packed and padded with zeros to a multiple of 32, in the body's query type.
     pub(super) q: *const u8,
     pub(super) q_stride: usize,
+    /// Bytes from one head's queries to the next head's.
+    pub(super) q_head: usize,
+    pub(super) heads: usize,
     pub(super) lanes: usize,
-    /// The run's keys.
+    /// The run's keys under the first head.
     pub(super) keys: &'a [*const u8],
+    /// Bytes from a key under one head to the same key under the next.
+    pub(super) key_head: usize,
     pub(super) head_dim: usize,
-    /// `[lanes, TILE]`, at the run's first key.
+    /// `[heads, lanes, TILE]`, at the run's first key.
     pub(super) scores: *mut f32,
     /// Memory that will be needed soon; fetched while the run is computed.
     pub(super) ahead: Ahead<'a>,
 }
 
-/// Weighted sums of a run of values.
+/// Weighted sums of a run of values, for every head.
 pub(super) struct Values<'a> {
-    /// `[lanes, TILE]`, at the run's first key.
+    /// `[heads, lanes, TILE]`, at the run's first key.
     pub(super) weights: *const f32,
+    pub(super) heads: usize,
     pub(super) lanes: usize,
-    /// The run's values.
+    /// The run's values under the first head.
     pub(super) values: &'a [*const u8],
+    /// Bytes from a value under one head to the same value under the next.
+    pub(super) value_head: usize,
     pub(super) head_dim: usize,
-    /// `[lanes, acc_stride]`.
+    /// `[lanes, acc_stride]` of the first head.
     pub(super) acc: *mut f32,
     pub(super) acc_stride: usize,
+    /// Floats from one head's accumulators to the next head's.
+    pub(super) acc_head: usize,
     /// Memory that will be needed soon.
     pub(super) ahead: Ahead<'a>,
 }
 
-/// Token rows, each of some cache lines, to be fetched into the second-level cache in the order in which they lie.
+/// Token rows to be fetched into the second-level cache in the order in which they lie.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // Plain bodies leave fetching to the processor.
 pub(super) struct Ahead<'a> {
     pub(super) rows: &'a [*const u8],
+    /// Token rows that will be fetched next: their pages' addresses are looked up by then.
+    pub(super) then: &'a [*const u8],
+    /// Stretches of a row, `stride` bytes from one to the next, each of some cache lines.
+    pub(super) stretches: usize,
+    pub(super) stride: usize,
     pub(super) lines: usize,
 }
 
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 impl Ahead<'_> {
+    pub(super) const NOTHING: Ahead<'static> =
+        Ahead { rows: &[], then: &[], stretches: 0, stride: 0, lines: 0 };
+
     /// Cache lines in all.
     pub(super) fn total(&self) -> usize {
-        self.rows.len() * self.lines
+        self.rows.len() * self.stretches * self.lines
     }
 }
 

@@ -4,7 +4,7 @@
 
 use half::{bf16, f16};
 
-use super::body::{Body, Scores, TILE, Transform, Values};
+use super::body::{Body, Scores, TILE, Transform, VALUE_KEYS, Values};
 
 const WIDTH: usize = 16;
 
@@ -111,43 +111,54 @@ fn tanh<const FMA: bool>(x: f32) -> f32 {
 #[inline(always)]
 unsafe fn scores<K: Widen, const FMA: bool>(job: &Scores<'_>) {
     for (key, &row) in job.keys.iter().enumerate() {
-        let row = row.cast::<K>();
-        for lane in 0..job.lanes {
-            // SAFETY: the caller packed `lanes` queries of `q_stride >= head_dim` floats, and `row` names
-            // `head_dim` readable elements.
-            let sum = unsafe {
-                let q = job.q.cast::<f32>().add(lane * job.q_stride);
-                let mut sums = [0f32; WIDTH];
-                let whole = job.head_dim / WIDTH * WIDTH;
-                for at in (0..whole).step_by(WIDTH) {
-                    for i in 0..WIDTH {
-                        sums[i] = mul_add::<FMA>(*q.add(at + i), (*row.add(at + i)).widen(), sums[i]);
+        for head in 0..job.heads {
+            let row = row.wrapping_add(head * job.key_head).cast::<K>();
+            for lane in 0..job.lanes {
+                // SAFETY: the caller packed `lanes` queries a head of `q_stride >= head_dim` floats, and `row` names
+                // `head_dim` readable elements.
+                let sum = unsafe {
+                    let q = job.q.add(head * job.q_head).cast::<f32>().add(lane * job.q_stride);
+                    let mut sums = [0f32; WIDTH];
+                    let whole = job.head_dim / WIDTH * WIDTH;
+                    for at in (0..whole).step_by(WIDTH) {
+                        for i in 0..WIDTH {
+                            sums[i] = mul_add::<FMA>(*q.add(at + i), (*row.add(at + i)).widen(), sums[i]);
+                        }
                     }
-                }
-                for at in whole..job.head_dim {
-                    sums[at - whole] = mul_add::<FMA>(*q.add(at), (*row.add(at)).widen(), sums[at - whole]);
-                }
-                fold(sums)
-            };
-            // SAFETY: scores have room for TILE keys a lane, the run's among them.
-            unsafe { *job.scores.add(lane * TILE + key) = sum };
+                    for at in whole..job.head_dim {
+                        let (q, key) = (*q.add(at), (*row.add(at)).widen());
+                        sums[at - whole] = mul_add::<FMA>(q, key, sums[at - whole]);
+                    }
+                    fold(sums)
+                };
+                // SAFETY: scores have room for TILE keys a lane, the run's among them.
+                unsafe { *job.scores.add((head * job.lanes + lane) * TILE + key) = sum };
+            }
         }
     }
 }
 
 #[inline(always)]
 unsafe fn values<K: Widen, const FMA: bool>(job: &Values<'_>) {
-    for lane in 0..job.lanes {
-        // SAFETY: the accumulator has `acc_stride >= head_dim` floats a lane.
-        let acc = unsafe { std::slice::from_raw_parts_mut(job.acc.add(lane * job.acc_stride), job.head_dim) };
-        for (key, &row) in job.values.iter().enumerate() {
-            // SAFETY: weights have room for TILE keys a lane, and `row` names `head_dim` readable elements.
-            let (weight, row) = unsafe {
-                let row = std::slice::from_raw_parts(row.cast::<K>(), job.head_dim);
-                (*job.weights.add(lane * TILE + key), row)
-            };
-            for (sum, &value) in acc.iter_mut().zip(row) {
-                *sum = mul_add::<FMA>(weight, value.widen(), *sum);
+    for (block, rows) in job.values.chunks(VALUE_KEYS).enumerate() {
+        for head in 0..job.heads {
+            for lane in 0..job.lanes {
+                // SAFETY: the accumulators have `acc_stride >= head_dim` floats a lane, heads `acc_head` apart.
+                let acc = unsafe {
+                    let acc = job.acc.add(head * job.acc_head + lane * job.acc_stride);
+                    std::slice::from_raw_parts_mut(acc, job.head_dim)
+                };
+                for (key, &row) in rows.iter().enumerate() {
+                    // SAFETY: weights have room for TILE keys a lane, and `row` names `head_dim` readable elements.
+                    let (weight, row) = unsafe {
+                        let row = row.add(head * job.value_head).cast::<K>();
+                        let at = (head * job.lanes + lane) * TILE + block * VALUE_KEYS + key;
+                        (*job.weights.add(at), std::slice::from_raw_parts(row, job.head_dim))
+                    };
+                    for (sum, &value) in acc.iter_mut().zip(row) {
+                        *sum = mul_add::<FMA>(weight, value.widen(), *sum);
+                    }
+                }
             }
         }
     }

@@ -1,9 +1,9 @@
 //! The decode family: few query vectors a key head, keys and values streamed once for all of them.
 //!
-//! An item walks its keys tile by tile ([`TILE`] keys at absolute positions), and under each tile its key heads, so
-//! that pages are read about as they lie. While one head's rows are multiplied the next head's (or the next
-//! tile's) are prefetched: pages are scattered, and a hardware prefetcher stops at their edges. Scores, softmax
-//! and weighted values of a tile stay in the first-level cache.
+//! An item walks its keys tile by tile ([`TILE`] keys at absolute positions): scores, softmax, weighted values, each a
+//! few tokens at a time under all its key heads, so that pages are read as they lie. While a tile's keys are multiplied
+//! its values are prefetched, and then the next tile's keys: pages are scattered, and a hardware prefetcher stops at
+//! their edges. Prefetching in the order in which memory lies is what lets the two add up to the machine's bandwidth.
 //!
 //! A tile no query sees is not visited; a key that none of the item's queries sees is not read.
 
@@ -18,7 +18,7 @@ use half::{bf16, f16};
 pub(crate) use self::body::TILE;
 use self::body::{Ahead, Body, Scores, Transform, Values};
 use super::call::Call;
-use super::state::{State, Tree, acc_stride, state_len};
+use super::state::{State, Tree, acc_begin, acc_stride, state_len};
 use crate::cpu::address::token_offset;
 use crate::cpu::arena::{Arena, arena_bytes};
 use crate::mutant::planted;
@@ -69,7 +69,7 @@ pub(super) fn scratch_bytes(work: &WorkList) -> usize {
     arena_bytes::<Query>(work.max_lanes)
         + arena_bytes::<u64>(work.max_lanes)
         + arena_bytes::<f32>(work.max_vectors * q_stride(work.geometry.head_dim_qk))
-        + arena_bytes::<f32>(work.max_lanes * TILE)
+        + arena_bytes::<f32>(work.max_vectors * TILE)
         + arena_bytes::<f32>(work.max_state_len * work.max_depth)
 }
 
@@ -112,26 +112,22 @@ struct Rows {
 impl Rows {
     const NONE: Rows = Rows { k: [std::ptr::null(); TILE], v: [std::ptr::null(); TILE], seen: 0 };
 
-    /// The `part`-th of `parts` shares of the tokens from the first to the last seen one.
-    fn share(&self, part: usize, parts: usize) -> std::ops::Range<usize> {
+    /// The tokens from the first to the last seen one.
+    fn seen(&self) -> std::ops::Range<usize> {
         if self.seen == 0 {
             return 0..0;
         }
-        let (first, end) = (self.seen.trailing_zeros() as usize, 64 - self.seen.leading_zeros() as usize);
-        let count = end - first;
-        first + count * part / parts..first + count * (part + 1) / parts
+        self.seen.trailing_zeros() as usize..64 - self.seen.leading_zeros() as usize
     }
 
     /// Looks up the keys from the first to the last seen one.
     fn locate(&mut self, row: &Row, pages: &[i32], page_size: u32, tile: u32, k: &Plane, v: &Plane) {
-        if self.seen == 0 {
-            return;
-        }
-        let (first, last) = (self.seen.trailing_zeros() as usize, 63 - self.seen.leading_zeros() as usize);
+        let keys = self.seen();
+        let Some(first) = keys.clone().next() else { return };
         let at = (u64::from(tile) * TILE as u64 + first as u64 - u64::from(row.kv_offset)) as u32;
         let (mut page, mut slot) = (at / page_size, at % page_size);
         let mut id = pages[page as usize] as u32;
-        for key in first..=last {
+        for key in keys {
             if slot == page_size {
                 (page, slot) = (page + 1, 0);
                 id = pages[page as usize] as u32;
@@ -174,7 +170,7 @@ pub(super) fn run(
         let to = &mut packed[head * lanes * stride..(head + 1) * lanes * stride];
         pack_queries(call, queries, item.kv_head_begin as usize + head, &body, stride, to);
     }
-    let scores = arena.take::<f32>(work.max_lanes * TILE);
+    let scores = arena.take::<f32>(work.max_vectors * TILE);
     let states = arena.take::<f32>(work.max_state_len * work.max_depth);
     Pass {
         call,
@@ -273,7 +269,7 @@ struct Pass<'a> {
     seen: &'a mut [u64],
     /// `[heads, lanes, q_stride]`.
     packed: &'a [f32],
-    /// `[lanes, TILE]`.
+    /// `[heads, lanes, TILE]`.
     scores: &'a mut [f32],
     /// `[depth, heads, state_len]`.
     states: &'a mut [f32],
@@ -340,10 +336,14 @@ impl Pass<'_> {
         rows.locate(row, pages, self.call.geometry.page_size as u32, tile, &self.k, &self.v);
     }
 
-    /// Cache lines of a token's row under the item's heads, where those are neighbours.
-    fn lines(&self, plane: &Plane) -> usize {
+    /// What to fetch of token rows: a row under all heads at once where those are neighbours, else head by head.
+    fn ahead<'r>(&self, plane: &Plane, rows: &'r [*const u8], then: &'r [*const u8]) -> Ahead<'r> {
         let bytes = plane.head * (self.heads - 1) + plane.width;
-        if bytes <= 2 * self.heads * plane.width { bytes.div_ceil(64) } else { plane.width.div_ceil(64) }
+        if bytes <= 2 * self.heads * plane.width {
+            Ahead { rows, then, stretches: 1, stride: 0, lines: bytes.div_ceil(64) }
+        } else {
+            Ahead { rows, then, stretches: self.heads, stride: plane.head, lines: plane.width.div_ceil(64) }
+        }
     }
 
     fn state_len(&self) -> usize {
@@ -385,38 +385,32 @@ impl Pass<'_> {
         let c = self.call.exponent(&self.row);
         let raw = self.call.raw_scores();
         let stride = q_stride(geometry.head_dim_qk);
-        let (mut k, mut v) = (Offset::NONE, Offset::NONE);
-        let (k_ahead, v_ahead) = (self.lines(&self.k), self.lines(&self.v));
+        let mut ahead = self.ahead(&self.v, &now.v[now.seen()], &next.k[next.seen()]);
+        for (first, end) in runs(now.seen) {
+            let job = Scores {
+                q: self.packed.as_ptr().cast(),
+                q_stride: stride,
+                q_head: self.lanes * stride * size_of::<f32>(),
+                heads: self.heads,
+                lanes: self.lanes,
+                keys: &now.k[first..end],
+                key_head: self.k.head,
+                head_dim: geometry.head_dim_qk,
+                scores: self.scores[first..].as_mut_ptr(),
+                ahead: std::mem::replace(&mut ahead, Ahead::NOTHING),
+            };
+            // SAFETY: `Body::select` was given a supported instruction set. Queries are packed `[heads, lanes, stride]`,
+            // scores hold `[heads, lanes, TILE]`. Every key of the run is seen by a query of the row, hence inside its
+            // pages, whose ids are below `P`: its rows under the item's heads lie in `k`, with `head_dim` elements.
+            unsafe { (self.body.scores)(&job) };
+        }
+        let acc_width = acc_stride(width);
         for head in 0..self.heads {
             let kv_head = self.first_head + head;
-            k.set(&now.k, head * self.k.head);
-            v.set(&now.v, head * self.v.head);
-            // Each head's turn fetches its share of the next tile's tokens, under all heads: as they lie.
-            let share = next.share(head, self.heads);
-            let run_begin = now.seen.trailing_zeros() as usize;
-            let q = self.packed[head * self.lanes * stride..].as_ptr().cast::<u8>();
-            for (first, end) in runs(now.seen) {
-                let job = Scores {
-                    q,
-                    q_stride: stride,
-                    lanes: self.lanes,
-                    keys: &k.rows[first..end],
-                    head_dim: geometry.head_dim_qk,
-                    scores: self.scores[first..].as_mut_ptr(),
-                    ahead: Ahead {
-                        rows: &next.k[share.clone()],
-                        lines: if first == run_begin { k_ahead } else { 0 },
-                    },
-                };
-                // SAFETY: `Body::select` was given a supported instruction set. Queries are packed `lanes` by
-                // `stride`, scores hold `[lanes, TILE]`. Every key of the run is seen by a query of the row, hence
-                // inside its pages, whose ids are below `P`: its row lies in `k`, with `head_dim` elements.
-                unsafe { (self.body.scores)(&job) };
-            }
             let state = Self::state(self.states, depth * self.heads + head, len, self.lanes, width);
-            let acc_width = acc_stride(width);
+            let scores = &mut self.scores[head * self.lanes * TILE..];
             for lane in 0..self.lanes {
-                let tile_scores: &mut [f32; TILE] = (&mut self.scores[lane * TILE..(lane + 1) * TILE])
+                let tile_scores: &mut [f32; TILE] = (&mut scores[lane * TILE..(lane + 1) * TILE])
                     .try_into()
                     .expect("a tile of scores has TILE entries");
                 let seen = self.seen[lane / group];
@@ -439,25 +433,28 @@ impl Pass<'_> {
                     }
                 }
             }
-            // Rows between seen ones are located but not read: a hidden key may hold anything.
-            let between = span(now.seen);
-            let valued = if planted("masked-v-not-zeroed") { between } else { now.seen };
-            for (first, end) in runs(valued) {
-                let job = Values {
-                    weights: self.scores[first..].as_ptr(),
-                    lanes: self.lanes,
-                    values: &v.rows[first..end],
-                    head_dim: width,
-                    acc: state.acc.as_mut_ptr(),
-                    acc_stride: acc_width,
-                    ahead: Ahead {
-                        rows: &next.v[share.clone()],
-                        lines: if first == run_begin { v_ahead } else { 0 },
-                    },
-                };
-                // SAFETY: as for scores; the accumulator holds `[lanes, acc_stride]`.
-                unsafe { (self.body.values)(&job) };
-            }
+        }
+        // Rows between seen ones are located but not read: a hidden key may hold anything.
+        let between = span(now.seen);
+        let valued = if planted("masked-v-not-zeroed") { between } else { now.seen };
+        let mut ahead = self.ahead(&self.k, &next.k[next.seen()], &next.v[next.seen()]);
+        let states = &mut self.states[depth * self.heads * len..(depth + 1) * self.heads * len];
+        let acc = states[acc_begin(self.lanes)..].as_mut_ptr();
+        for (first, end) in runs(valued) {
+            let job = Values {
+                weights: self.scores[first..].as_ptr(),
+                heads: self.heads,
+                lanes: self.lanes,
+                values: &now.v[first..end],
+                value_head: self.v.head,
+                head_dim: width,
+                acc,
+                acc_stride: acc_width,
+                acc_head: len,
+                ahead: std::mem::replace(&mut ahead, Ahead::NOTHING),
+            };
+            // SAFETY: as for scores; each head's accumulators hold `[lanes, acc_stride]`, `len` floats apart.
+            unsafe { (self.body.values)(&job) };
         }
     }
 }
@@ -471,21 +468,6 @@ fn transform(call: &Call<'_>, head: usize, position: i64, tile: u32) -> Transfor
             .alibi_slopes
             .map_or(0.0, |slopes| if planted("alibi-sign") { -slopes[head] } else { slopes[head] }),
         distance: (i64::from(tile) * TILE as i64 - position) as f32,
-    }
-}
-
-/// A tile's rows under one head.
-struct Offset {
-    rows: [*const u8; TILE],
-}
-
-impl Offset {
-    const NONE: Offset = Offset { rows: [std::ptr::null(); TILE] };
-
-    fn set(&mut self, rows: &[*const u8; TILE], bytes: usize) {
-        for (to, from) in self.rows.iter_mut().zip(rows) {
-            *to = from.wrapping_add(bytes);
-        }
     }
 }
 
