@@ -87,3 +87,14 @@ pub(super) fn reference<E: Element + reference::Real>(case: &Case) -> mstar_kern
     })?;
     Ok(super::attended(case, &attended))
 }
+
+#[cfg(feature = "mla")]
+mod fast;
+#[cfg(feature = "mla")]
+pub(super) use fast::fast;
+
+/// Refuses: the backend was not compiled in.
+#[cfg(not(feature = "mla"))]
+pub(super) fn fast(case: &Case) -> Result<Outputs, super::NotRun> {
+    Err(super::NotRun::Unsupported(super::not_compiled(case.op)))
+}

@@ -8,6 +8,8 @@ mod indices;
 mod mla;
 mod paged;
 mod ring;
+#[cfg(any(feature = "paged", feature = "mla"))]
+mod unwritten;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -167,6 +169,7 @@ impl Op {
     fn fast(self, case: &Case) -> Result<Outputs, NotRun> {
         match self {
             Op::Paged | Op::Cross => paged::fast(case),
+            Op::Mla => mla::fast(case),
             Op::DsaSelect => dsa_select::fast(case),
             Op::DsaAttend => dsa_attend::fast(case),
             _ => Err(NotRun::Unsupported(format!(
@@ -184,7 +187,7 @@ impl fmt::Display for Op {
 }
 
 /// Why a backend that this program was built without cannot run a case.
-#[cfg(not(all(feature = "paged", feature = "dsa")))]
+#[cfg(not(all(feature = "paged", feature = "mla", feature = "dsa")))]
 fn not_compiled(op: Op) -> String {
     format!("built without feature `{0}`: rebuild with --features {0}, or --backend reference", op.family())
 }

@@ -5,11 +5,11 @@ use mstar_attn_paged::{
     Geometry, Inputs as Tensors, Mask, MaskEntries, Outputs as Into, PageTable, Plan, PlanOptions, Variant,
     Workspace, run,
 };
-use mstar_kernels::reference::Real;
-use mstar_kernels::{DType, Element, Stream, TensorMut, TensorRef};
+use mstar_kernels::{Stream, TensorMut, TensorRef};
 
 use super::{Case, Inputs};
-use crate::parity::ops::{Computed, NotRun, Outputs, lse_in_base_2};
+use crate::parity::ops::unwritten::{Attended, Unwritten, outputs};
+use crate::parity::ops::{NotRun, Outputs};
 
 /// A batch on borrowed memory.
 pub(super) struct Batch<'a> {
@@ -23,36 +23,12 @@ pub(super) struct Batch<'a> {
     pub(super) alibi_slopes: Option<&'a [f32]>,
 }
 
-/// A scalar that can stand in an output before the run; NaN, so that an entry left unwritten fails the gate.
-pub(super) trait Unwritten: Element + Real {
-    const UNWRITTEN: Self;
-}
-
-impl Unwritten for f32 {
-    const UNWRITTEN: f32 = f32::NAN;
-}
-impl Unwritten for bf16 {
-    const UNWRITTEN: bf16 = bf16::NAN;
-}
-impl Unwritten for f16 {
-    const UNWRITTEN: f16 = f16::NAN;
-}
-
 /// Runs a case; its lse in the case's base.
 pub(in crate::parity::ops) fn fast(case: &Case) -> Result<Outputs, NotRun> {
-    let result = match case.dtype {
-        DType::Bf16 => run_case::<bf16>(case),
-        DType::F16 => run_case::<f16>(case),
-        _ => run_case::<f32>(case),
-    };
-    let (o, mut lse) = result.map_err(|error| NotRun::Failed(error.to_string()))?;
-    if lse_in_base_2(&case.params).expect("checked when the case was read") {
-        lse.iter_mut().for_each(|lse| *lse = mstar_kernels::lse::base2_from_natural(*lse));
-    }
-    Ok(Outputs::from([("out.o", Computed::Floats(o)), ("out.lse", Computed::Floats(lse))]))
+    outputs(case, run_case::<f32>, run_case::<bf16>, run_case::<f16>)
 }
 
-fn run_case<E: Unwritten>(case: &Case) -> mstar_attn_paged::Result<(Vec<f32>, Vec<f32>)> {
+fn run_case<E: Unwritten>(case: &Case) -> Attended {
     let inputs = Inputs::new(case).expect("checked when the case was read");
     let letters = &case.letters;
     let [h, g, d, s] = ["H", "G", "D", "S"].map(|letter| letters.get(letter));
@@ -97,7 +73,7 @@ fn run_case<E: Unwritten>(case: &Case) -> mstar_attn_paged::Result<(Vec<f32>, Ve
 }
 
 /// Plans and runs a batch: `o` `[T, H, Dv]` as f32, `lse` `[T, H]`.
-pub(super) fn attend<E: Unwritten>(batch: &Batch<'_>) -> mstar_attn_paged::Result<(Vec<f32>, Vec<f32>)> {
+pub(super) fn attend<E: Unwritten>(batch: &Batch<'_>) -> Attended {
     let (tokens, heads) = (batch.q.shape()[0], batch.geometry.num_qo_heads);
     let width = batch.geometry.head_dim_vo;
     let plan = Plan::new(&batch.geometry, &batch.variant, &batch.table, &PlanOptions::default())?;

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use mstar_attn_paged::{Mask, MaskEntries};
+use mstar_kernels::DType;
 use mstar_kernels::cpu::Isa;
 use mstar_kernels::reference::paged::{Cache, Options, Paged};
 use mstar_kernels::synth::{self, Exact, Kind};
