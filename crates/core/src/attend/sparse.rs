@@ -8,6 +8,7 @@
 
 use std::fmt;
 
+use mstar_kernels::mutant::planted;
 use mstar_kernels::{DType, Device, TensorMut, TensorRef};
 
 use super::{
@@ -113,7 +114,8 @@ impl IndexGeometry {
 
     /// The layer whose pick `layer` attends: itself when it is full, else the last full one before it.
     pub fn full_layer_of(&self, layer: usize) -> Option<usize> {
-        let upto = self.full_layers.partition_point(|&full| full <= layer);
+        let last = if planted("dsa-wrong-full-layer") { 0 } else { layer };
+        let upto = self.full_layers.partition_point(|&full| full <= last);
         upto.checked_sub(1).map(|at| self.full_layers[at])
     }
 
