@@ -124,7 +124,7 @@ impl DsaPlan {
         }
         self.pad(kv.slots.len()); // Behind the last row there may be tokens that are nobody's.
         self.needs_selection = match planted("dsa-needs-selection-off-by-one") {
-            true => self.positions.iter().any(|&position| position as i64 >= topk as i64 + 1),
+            true => self.positions.iter().any(|&position| position as i64 > topk as i64),
             false => self.row_request.iter().any(|&row| row >= 0),
         };
     }

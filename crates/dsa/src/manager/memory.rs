@@ -181,3 +181,55 @@ fn dense_bound(geometry: &Geometry, largest: StepShape, workers: usize) -> Resul
         Ok(Plan::<Latents>::new(&geometry, &variant, &table, &options)?.workspace_bytes())
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_is_large_enough_stays_where_it_is_and_forgets_what_it_held() {
+        let large = Sizes { selection: 400, staging: 64, workspace: 128 };
+        let mut memory = Memory::new(large).unwrap();
+        let addresses = |memory: &mut Memory| {
+            let (picks, workspace) = memory.picks_and_workspace(10, 10).unwrap();
+            (picks.as_ptr().addr(), workspace.as_ref().as_ptr().addr())
+        };
+        let before = addresses(&mut memory);
+        (memory.stored, memory.selected) = (Some(2), Some(2));
+        memory.reserve(Sizes { selection: 8, staging: 0, workspace: 1 }).unwrap();
+        assert_eq!((addresses(&mut memory), memory.bytes()), (before, large.total()));
+        assert_eq!((memory.stored, memory.selected), (None, None));
+        memory.reserve(Sizes { workspace: 4096, ..large }).unwrap();
+        assert_eq!(memory.bytes(), 400 + 64 + 4096);
+        assert_eq!(addresses(&mut memory).0, before.0);
+    }
+
+    #[test]
+    fn f18_no_pick_is_foreseen_where_no_row_can_outgrow_topk() {
+        let geometry = Geometry {
+            num_qo_heads: 16,
+            kv_lora_rank: 512,
+            qk_rope_head_dim: 64,
+            page_size: 64,
+            q_dtype: DType::Bf16,
+            kv_dtype: DType::Bf16,
+        };
+        let index = IndexGeometry {
+            index_n_heads: 64,
+            index_head_dim: 128,
+            index_topk: 2048,
+            format: IndexFormat::Bf16,
+            store: mstar_core::attend::IndexStore::Pages,
+            full_layers: vec![0],
+        };
+        let of = |rows, tokens, kv_len| {
+            Sizes::foreseen(&geometry, &index, StepShape { rows, tokens, kv_len }).unwrap()
+        };
+        let short = of(64, 64, 2048);
+        assert_eq!((short.selection, short.staging), (0, 0));
+        let long = of(64, 64, 2049);
+        assert_eq!(long.selection, 64 * 2048 * 4);
+        // Sixty-four decode rows over 32k keys: scores of a block, not of the batch.
+        assert!(of(64, 64, 32_768).total() < 96 << 20, "{:?}", of(64, 64, 32_768));
+    }
+}

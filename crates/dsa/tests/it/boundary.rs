@@ -1,8 +1,12 @@
 //! Around `topk`: who is selected is each query's own affair.
 
+use std::collections::HashMap;
+
 use mstar_core::attend::SparseAttention;
+use mstar_core::graph::Bucket;
 use mstar_core::kv::{KvPlan, LayerView, PagedKv};
 use mstar_core::resource::PaddedShape;
+use mstar_dsa::DsaPlan;
 use mstar_kernels::mla::{AttendParams, Geometry, Variant, attend};
 use mstar_kernels::paged::PageTable;
 use mstar_kernels::plan::{Latents, Plan, PlanOptions};
@@ -163,4 +167,50 @@ fn work_counts_pairs_scored_attended_and_dense() {
     let said = rig.dsa.kernel(&id).unwrap();
     assert!(said.contains("3 queries over a pick of 8, 2 over all keys; index keys f32 in pages"), "{said}");
     rig.engine.abort(planned);
+}
+
+#[test]
+fn f40_threads_change_no_bit() {
+    let run = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| {
+            let rig = with_context(Setup::default(), &[("a", 700), ("b", 3)]);
+            let mut outs = rig.step(&[("a", 33), ("b", 12)], None);
+            outs.extend(rig.step(&[("a", 1), ("b", 1)], None));
+            outs
+        })
+    };
+    let one = run(1);
+    for threads in [2, 3, 7] {
+        for (out, expected) in run(threads).iter().zip(&one) {
+            out.assert_same_bits(expected);
+        }
+    }
+}
+
+#[test]
+fn f19_what_a_slot_holds_stays_and_keeps_its_address_while_another_is_planned() {
+    let largest = mstar_core::attend::StepShape { rows: 4, tokens: 40, kv_len: 64 };
+    let rig = with_context(Setup { largest: Some(largest), ..Setup::default() }, &[("a", 7), ("b", 12)]);
+    let shape = PaddedShape { rows: 4, tokens: 6 };
+    let bucket = Bucket { walk: "decode".into(), shape };
+    let mut seen = HashMap::new();
+    let mut running = rig.planned(step(&[("a", 1), ("b", 2)]), Some(shape));
+    for turn in 0..8 {
+        let id = plan_id(&running, "main");
+        let shown = |rows: &DsaPlan| format!("{rows:?}");
+        let before = shown(&rig.dsa.dsa_plan(&id).unwrap());
+        let ahead = rig.engine.preplan_in(&running, step(&[("a", 1), ("b", 2)]), &bucket).unwrap();
+        let ahead = ahead.admitted().unwrap();
+        let rows = rig.dsa.dsa_plan(&id).unwrap();
+        assert_eq!(shown(&rows), before);
+        let at = [rows.pages.as_ptr(), rows.row_page_offset.as_ptr(), rows.row_start.as_ptr()];
+        let at = (at, rows.row_request.as_ptr(), rows.positions.as_ptr());
+        drop(rows);
+        assert_eq!(*seen.entry(running.slot()).or_insert(at), at, "turn {turn}");
+        rig.forward(&running, "main").iter().for_each(|row| rig.check(row));
+        rig.engine.commit(running).unwrap();
+        running = rig.engine.promote(ahead).unwrap().admitted().unwrap();
+    }
+    assert_eq!(seen.len(), 2, "both slots were used");
 }

@@ -1,29 +1,28 @@
 //! A small model: a latent cache, an engine, an indexer, and inputs that are a function of a stream's content alone, so that
 //! any row can be checked whatever batch it ran in and whatever became of its pages.
 
+mod inputs;
+mod oracle;
+
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use half::{bf16, f16};
 use mstar_core::attend::{
-    AttnGeometry, BuildContext, IndexFormat, IndexGeometry, IndexStore, Indexed, Softmax, SparseAttention,
-    StepShape, attend_sparse,
+    AttnGeometry, BuildContext, IndexFormat, IndexGeometry, IndexStore, Softmax, SparseAttention, StepShape,
 };
 use mstar_core::graph::Bucket;
 use mstar_core::kv::{KvConfig, KvEntries, KvLayout, KvPlan, PagedKv, PagedKvCache};
 use mstar_core::resource::{EngineOptions, PaddedShape};
 use mstar_core::spec::{Fallback, Schedule};
 use mstar_core::step::{Declaration, KvStep};
-use mstar_core::{
-    AttnOut, Engine, Forward, Ingest, Label, PlanId, PlannedStep, Query, RequestId, Resource, Segment, Step,
-};
+use mstar_core::{Engine, Forward, Ingest, Label, PlanId, PlannedStep, RequestId, Resource, Segment, Step};
 use mstar_dsa::DsaManager;
-use mstar_kernels::reference::Attended;
-use mstar_kernels::reference::dsa_attend::{DsaAttend, dsa_attend};
-use mstar_kernels::reference::dsa_select::{DsaSelect, dsa_select};
-use mstar_kernels::synth::{Kind, ROOT, chain, fill};
+use mstar_kernels::synth::{Kind, chain};
 use mstar_kernels::{Buffer, DType, Device, Stream, TensorMut, TensorRef};
+
+pub(crate) use inputs::Inputs;
+use inputs::{bytes, chained, floats};
 
 /// Query heads.
 pub(crate) const H: usize = 3;
@@ -291,102 +290,6 @@ impl Rig {
         outs
     }
 
-    /// Holds a row against the oracle: each query's pick by score, then attention over what was picked, or over all.
-    #[track_caller]
-    pub(crate) fn check(&self, out: &RowOut) {
-        let content = self.content.borrow();
-        let all = chained(&content[&(out.request.clone(), out.label.clone())]);
-        let kept: Vec<Option<u64>> = all[out.first_kept..out.kv_len].iter().copied().map(Some).collect();
-        let (n, topk) = (kept.len(), self.setup.topk);
-        let own = &kept[n - out.q_len..];
-        for (layer, got) in out.layers.iter().enumerate() {
-            let full = self.setup.full_layers.iter().copied().filter(|&full| full <= layer).max().unwrap();
-            let index = self.index_values(full, &kept, out.first_kept);
-            let of_own = self.index_values(full, own, out.kv_len - out.q_len);
-            let positions: Vec<i32> = (n - out.q_len..n).map(|p| p as i32).collect();
-            let selected = dsa_select(&DsaSelect {
-                q: &of_own.q,
-                weights: &of_own.weights,
-                keys: &index.keys,
-                key_indptr: &[0, n as i32],
-                row_request: &vec![0; out.q_len],
-                positions: &positions,
-                index_n_heads: HI,
-                index_head_dim: DI,
-                topk,
-            })
-            .unwrap();
-            let (mut used, mut scores) = (Vec::new(), &selected.scores[..]);
-            let widest = n.max(topk);
-            for (query, &position) in positions.iter().enumerate() {
-                let seen = position as usize + 1;
-                let (of_query, rest) = scores.split_at(seen);
-                scores = rest;
-                let picked = &got.picks[query * topk..][..topk];
-                let mut attends: Vec<i32> = (0..seen as i32).collect();
-                if seen > topk {
-                    judge(picked, of_query, &format!("{} at {position}, layer {layer}", out.request));
-                    attends = picked.to_vec();
-                } else {
-                    assert!(picked.iter().all(|&p| p == -1), "{} at {position} needs no pick", out.request);
-                }
-                attends.resize(widest, -1);
-                used.extend(attends);
-            }
-            let want = self.attended(layer, &kept, own, &used);
-            let (o_bound, lse_bound) =
-                if self.setup.dtype == DType::F32 { (1e-6, 1e-6) } else { (4e-3, 1e-5) };
-            close(&got.o, &want.o, o_bound, &format!("o of {} layer {layer}", out.request));
-            close(&got.lse, &want.lse, lse_bound, &format!("lse of {} layer {layer}", out.request));
-        }
-    }
-
-    fn attended(&self, layer: usize, kept: &[Option<u64>], own: &[Option<u64>], used: &[i32]) -> Attended {
-        let latent = synthetic(Kind::Latent, layer, kept, 1, C + E);
-        let q = synthetic(Kind::Query, layer, own, H, C + E);
-        let part = |from: usize, width: usize| -> Vec<f32> {
-            q.chunks(C + E).flat_map(|head| head[from..from + width].to_vec()).collect()
-        };
-        dsa_attend(&DsaAttend {
-            q_nope: &part(0, C),
-            q_pe: &part(C, E),
-            latent: &latent,
-            selection: used,
-            kv_indptr: &[0, 1],
-            kv_indices: &[0],
-            row_request: &vec![0; own.len()],
-            page_start: &[0],
-            num_qo_heads: H,
-            kv_lora_rank: C,
-            qk_rope_head_dim: E,
-            page_size: kept.len(),
-            sm_scale: f64::from(SCALE),
-        })
-        .unwrap()
-    }
-
-    /// What the indexer is fed, as f32; NaN for padding.
-    fn index_raw(&self, layer: usize, keys: &[Option<u64>], first: usize) -> IndexValues {
-        let mut values = IndexValues {
-            q: synthetic(Kind::IndexQuery, layer, keys, HI, DI),
-            keys: synthetic(Kind::IndexKey, layer, keys, 1, DI),
-            weights: synthetic(Kind::IndexWeight, layer, keys, HI, 1),
-        };
-        if let Some(own) = &self.index_inputs {
-            for (token, _) in keys.iter().enumerate().filter(|(_, key)| key.is_some()) {
-                own(Kind::IndexQuery, first + token, &mut values.q[token * HI * DI..][..HI * DI]);
-                own(Kind::IndexKey, first + token, &mut values.keys[token * DI..][..DI]);
-                own(Kind::IndexWeight, first + token, &mut values.weights[token * HI..][..HI]);
-            }
-        }
-        values
-    }
-
-    /// The same, with keys as they come back from their format.
-    fn index_values(&self, layer: usize, keys: &[Option<u64>], first: usize) -> IndexValues {
-        self.index_raw(layer, keys, first).read_back(self.setup.format)
-    }
-
     /// Writes `value` to every latent of a request's step, as if its model had computed that.
     pub(crate) fn overwrite_latents(&self, request: &str, span: usize, value: f32) {
         let planned = self.planned(step(&[(request, span)]), None);
@@ -418,101 +321,6 @@ impl Rig {
             }
         }
         all
-    }
-}
-
-struct IndexValues {
-    q: Vec<f32>,
-    keys: Vec<f32>,
-    weights: Vec<f32>,
-}
-
-impl IndexValues {
-    fn read_back(mut self, format: IndexFormat) -> IndexValues {
-        if format == IndexFormat::Fp8 {
-            let tokens = self.keys.len() / DI;
-            let mut stored = vec![0u8; tokens * (DI + 4)];
-            let view = TensorRef::from_slice(&self.keys, &[tokens, DI]).unwrap();
-            let to = TensorMut::from_slice(&mut stored, &[tokens, DI + 4]).unwrap();
-            mstar_dsa::quantise_keys(view, to).unwrap();
-            for (at, value) in self.keys.iter_mut().enumerate() {
-                *value = mstar_dsa::dequantise_key(&stored[at / DI * (DI + 4)..], DI, at % DI);
-            }
-        }
-        self
-    }
-}
-
-/// One layer's tensors, in memory that stays.
-pub(crate) struct Inputs {
-    tokens: usize,
-    latent: Buffer,
-    q: Buffer,
-    index_q: Buffer,
-    index_keys: Buffer,
-    weights: Buffer,
-}
-
-impl Inputs {
-    pub(crate) fn new(rig: &Rig, tokens: usize) -> Inputs {
-        let dtype = rig.setup.dtype;
-        let buffer = |dtype, width: usize| Buffer::for_tensor(dtype, &[tokens, width]).unwrap();
-        Inputs {
-            tokens,
-            latent: buffer(dtype, C + E),
-            q: buffer(dtype, H * (C + E)),
-            index_q: buffer(dtype, HI * DI),
-            index_keys: buffer(dtype, DI),
-            weights: buffer(DType::F32, HI),
-        }
-    }
-
-    fn fill(&mut self, rig: &Rig, layer: usize, keys: &[Option<u64>], plan: &KvPlan) {
-        let dtype = rig.setup.dtype;
-        store(&mut self.latent, dtype, &synthetic(Kind::Latent, layer, keys, 1, C + E));
-        store(&mut self.q, dtype, &synthetic(Kind::Query, layer, keys, H, C + E));
-        // Rows lie at positions of their own; the custom inputs go by position.
-        let mut values = IndexValues { q: vec![], keys: vec![], weights: vec![] };
-        for (index, row) in plan.rows.iter().enumerate() {
-            let span = plan.qo_indptr[index] as usize..plan.qo_indptr[index + 1] as usize;
-            let first = row.kv_len - row.q_len.min(row.kv_len);
-            let of = rig.index_raw(layer, &keys[span], first);
-            values.q.extend(of.q);
-            values.keys.extend(of.keys);
-            values.weights.extend(of.weights);
-        }
-        let rest = self.tokens - values.keys.len() / DI;
-        values.q.resize(values.q.len() + rest * HI * DI, f32::NAN);
-        values.keys.resize(values.keys.len() + rest * DI, f32::NAN);
-        values.weights.resize(values.weights.len() + rest * HI, f32::NAN);
-        store(&mut self.index_q, dtype, &values.q);
-        store(&mut self.index_keys, dtype, &values.keys);
-        store(&mut self.weights, DType::F32, &values.weights);
-    }
-
-    /// The layer, as a model calls it. Allocates nothing but what the resources do.
-    pub(crate) fn attend(&self, rig: &Rig, forward: &mut Forward<'_>, o: &mut Buffer, lse: &mut [f32]) {
-        let (t, dtype) = (self.tokens, rig.setup.dtype);
-        let latent = self.latent.tensor(0, dtype, &[t, C + E]).unwrap();
-        let fresh =
-            KvEntries::Mla { ckv: latent.narrow(1, 0, C).unwrap(), kpe: latent.narrow(1, C, E).unwrap() };
-        let q = self.q.tensor(0, dtype, &[t, H, C + E]).unwrap();
-        let query = Query::Absorbed { nope: q.narrow(2, 0, C).unwrap(), pe: q.narrow(2, C, E).unwrap() };
-        let indexed = rig.dsa.index().is_full(forward.layer()).then(|| self.indexed(rig));
-        let out = AttnOut {
-            o: o.tensor_mut(0, dtype, &[t, H, C]).unwrap(),
-            lse: Some(TensorMut::from_slice(lse, &[t, H]).unwrap()),
-        };
-        attend_sparse(&*rig.dsa, None, forward, query, Some(fresh), indexed, out).unwrap();
-    }
-
-    pub(crate) fn indexed(&self, rig: &Rig) -> Indexed<'_> {
-        let (t, dtype) = (self.tokens, rig.setup.dtype);
-        Indexed {
-            keys: self.index_keys.tensor(0, dtype, &[t, DI]).unwrap(),
-            q: self.index_q.tensor(0, dtype, &[t, HI, DI]).unwrap(),
-            weights: self.weights.tensor(0, DType::F32, &[t, HI]).unwrap(),
-        }
     }
 }
 
@@ -548,68 +356,6 @@ fn own_token(request: &str, position: usize) -> u64 {
     name.bytes().fold(position as u64, |token, byte| chain(token, u64::from(byte)))
 }
 
-fn chained(tokens: &[u64]) -> Vec<u64> {
-    let mut key = ROOT;
-    tokens
-        .iter()
-        .map(|&token| {
-            key = chain(key, token);
-            key
-        })
-        .collect()
-}
-
-/// `[T, heads, width]` f32; NaN where there is no key.
-fn synthetic(kind: Kind, layer: usize, keys: &[Option<u64>], heads: usize, width: usize) -> Vec<f32> {
-    let plain: Vec<u64> = keys.iter().map(|key| key.unwrap_or(0)).collect();
-    let mut values = vec![0f32; keys.len() * heads * width];
-    let mut view = TensorMut::from_slice(&mut values, &[keys.len(), heads, width]).unwrap();
-    fill(7, kind, layer, &plain, &mut view).unwrap();
-    for (token, _) in keys.iter().enumerate().filter(|(_, key)| key.is_none()) {
-        values[token * heads * width..(token + 1) * heads * width].fill(f32::NAN);
-    }
-    values
-}
-
-/// Rounds values into a buffer.
-fn store(buffer: &mut Buffer, dtype: DType, values: &[f32]) {
-    let mut view = buffer.tensor_mut(0, dtype, &[values.len()]).unwrap();
-    match dtype {
-        DType::F32 => view.as_mut_slice::<f32>().unwrap().copy_from_slice(values),
-        DType::Bf16 => {
-            let to = view.as_mut_slice::<bf16>().unwrap();
-            to.iter_mut().zip(values).for_each(|(to, &x)| *to = bf16::from_f32(x));
-        }
-        _ => {
-            let to = view.as_mut_slice::<f16>().unwrap();
-            to.iter_mut().zip(values).for_each(|(to, &x)| *to = f16::from_f32(x));
-        }
-    }
-}
-
-fn floats(buffer: &Buffer, dtype: DType) -> Vec<f32> {
-    let view = buffer.tensor(0, dtype, &[buffer.len() / dtype.size()]).unwrap();
-    match dtype {
-        DType::F32 => view.as_slice::<f32>().unwrap().to_vec(),
-        DType::Bf16 => view.as_slice::<bf16>().unwrap().iter().map(|x| x.to_f32()).collect(),
-        _ => view.as_slice::<f16>().unwrap().iter().map(|x| x.to_f32()).collect(),
-    }
-}
-
-fn bytes(view: TensorRef<'_>) -> Vec<u8> {
-    let mut all = Vec::new();
-    for page in 0..view.shape()[0] {
-        let page = view.select(0, page).unwrap();
-        match page.dtype() {
-            DType::F32 => page.as_slice::<f32>().unwrap().iter().for_each(|x| all.extend(x.to_ne_bytes())),
-            DType::Bf16 => page.as_slice::<bf16>().unwrap().iter().for_each(|x| all.extend(x.to_ne_bytes())),
-            DType::F16 => page.as_slice::<f16>().unwrap().iter().for_each(|x| all.extend(x.to_ne_bytes())),
-            _ => all.extend_from_slice(page.as_slice::<u8>().unwrap()),
-        }
-    }
-    all
-}
-
 /// Gives each real row its part of a layer's outputs, and checks that padding is 0, `-inf` and no pick.
 fn split(plan: &KvPlan, o: &[f32], lse: &[f32], picks: &[i32], outs: &mut [RowOut]) {
     let topk = picks.len() / plan.slots.len().max(1);
@@ -633,63 +379,4 @@ fn split(plan: &KvPlan, o: &[f32], lse: &[f32], picks: &[i32], outs: &mut [RowOu
             }
         }
     }
-}
-
-/// FORMAT's rule: as many distinct positions as there are to pick, and none whose score is below another's by more than
-/// rounding explains; of equal scores the earlier.
-#[track_caller]
-pub(crate) fn judge(picked: &[i32], scores: &[f32], what: &str) {
-    let mut order: Vec<usize> = (0..scores.len()).filter(|&s| !scores[s].is_nan()).collect();
-    let due = picked.len().min(order.len());
-    let mut set: Vec<usize> =
-        picked.iter().filter(|&&p| p != -1).map(|&p| usize::try_from(p).unwrap()).collect();
-    assert!(set.windows(2).all(|pair| pair[0] < pair[1]), "{what}: {picked:?} do not rise");
-    assert_eq!(set.len(), due, "{what}: {picked:?}");
-    assert!(
-        set.iter().all(|&p| p < scores.len() && !scores[p].is_nan()),
-        "{what}: {picked:?} of {}",
-        scores.len()
-    );
-    if due == 0 {
-        return;
-    }
-    order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]).then(a.cmp(&b)));
-    let largest = scores.iter().filter(|x| x.is_finite()).fold(0f32, |a, x| a.max(x.abs()));
-    let slack = 1e-5 * largest;
-    let least = scores[order[due - 1]];
-    for &position in &set {
-        assert!(
-            scores[position] >= least - slack,
-            "{what}: {position} scores {} < {least}",
-            scores[position]
-        );
-    }
-    set.sort_unstable();
-    for &position in order.iter().filter(|&&p| scores[p] > least + slack) {
-        assert!(
-            set.binary_search(&position).is_ok(),
-            "{what}: {position} scores {} > {least}",
-            scores[position]
-        );
-    }
-    for pair in order.windows(2).filter(|pair| scores[pair[0]] == scores[pair[1]]) {
-        let has = |p: usize| set.binary_search(&p).is_ok();
-        assert!(has(pair[0]) || !has(pair[1]), "{what}: {} for {}, of equal scores", pair[1], pair[0]);
-    }
-}
-
-/// Relative L2 error over finite entries within a bound, infinities equal.
-#[track_caller]
-pub(crate) fn close(got: &[f32], want: &[f64], bound: f64, what: &str) {
-    assert_eq!(got.len(), want.len());
-    let (mut difference, mut norm) = (0f64, 0f64);
-    for (&got, &want) in got.iter().zip(want) {
-        if !want.is_finite() || !got.is_finite() {
-            assert_eq!(f64::from(got), want, "{what}");
-            continue;
-        }
-        difference += (f64::from(got) - want).powi(2);
-        norm += want * want;
-    }
-    assert!(difference.sqrt() <= bound * norm.sqrt(), "{what}: {:.3e}", (difference / norm).sqrt());
 }
