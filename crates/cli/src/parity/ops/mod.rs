@@ -8,7 +8,7 @@ mod indices;
 mod mla;
 mod paged;
 mod ring;
-#[cfg(any(feature = "paged", feature = "mla"))]
+#[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
 mod unwritten;
 
 use std::collections::BTreeMap;
