@@ -15,5 +15,7 @@ mod program;
 #[cfg(unix)]
 #[path = "run/signals.rs"]
 mod signals;
+#[path = "run/sparse.rs"]
+mod sparse;
 #[path = "run/specs.rs"]
 mod specs;

@@ -87,7 +87,7 @@ fn explain_as_json_holds_the_same_figures() {
 #[test]
 fn a_run_allocates_what_explain_said() {
     let folder = tempfile::tempdir().unwrap();
-    for name in ["quickstart", "cfg-forks", "llama-gqa-decode"] {
+    for name in ["quickstart", "cfg-forks", "llama-gqa-decode", "deepseek-mla-decode", "glm-dsa-prefill"] {
         let spec = format!("specs/{name}.yaml");
         let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("valid JSON");
         let said = json(&stdout(&mstar(&["explain", &spec, "--json"])))["memory_bytes"].as_f64().unwrap();

@@ -89,7 +89,15 @@ fn a_request_runs_in_the_pages_that_its_refusal_named_and_not_in_fewer() {
 
 #[test]
 fn memory_is_what_was_foreseen() {
-    for name in ["quickstart.yaml", "cfg-forks.yaml", "whisper-cross.yaml", "mooncake-prefix.yaml"] {
+    for name in [
+        "quickstart.yaml",
+        "cfg-forks.yaml",
+        "whisper-cross.yaml",
+        "mooncake-prefix.yaml",
+        "deepseek-mla-mixed.yaml",
+        "glm-dsa-decode.yaml",
+        "dsa-trace.yaml",
+    ] {
         let ran = run(&spec(name), &["--steps", "30"]).good();
         let (allocated, foreseen) = (ran.number("memory.allocated_peak"), ran.number("memory.estimated"));
         assert_eq!(

@@ -10,7 +10,7 @@ use mstar_kernels::DType;
 
 use super::prepare::{Served, ServedSparse};
 use crate::backends::workspace_bytes;
-use crate::run::buffers::{IndexWidths, Widths, largest_step};
+use crate::run::buffers::{IndexWidths, Widths, largest_step, padded};
 use crate::run::entries::Entries;
 use crate::run::workload::RequestPlan;
 
@@ -63,6 +63,7 @@ impl Estimate {
             for served in sparse {
                 // Who cannot serve it allocates nothing; `explain` says why.
                 let (Some(factory), Ok(_)) = (&served.factory, &served.support) else { continue };
+                let largest = padded(spec, largest);
                 let each = factory.bytes(&served.geometry, &served.index, largest)?;
                 let what = format!("{}: picks and workspaces", served.name);
                 workspaces(&mut lines, spec, what, each, false, largest);

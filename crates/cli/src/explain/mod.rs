@@ -5,7 +5,7 @@ mod memory;
 mod prepare;
 mod show;
 
-pub(crate) use prepare::{Prepared, Served, ServedSparse, SpecArguments, prepare};
+pub(crate) use prepare::{Prepared, Served, ServedSparse, SpecArguments, causal, prepare};
 
 use crate::exit::Exit;
 use crate::text::print;

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use anyhow::{Context, bail};
 use mstar_core::ResourceName;
 use mstar_core::attend::{
-    AttnBackend, AttnGeometry, BackendOptions, IndexGeometry, Rank, Reason, SparseFactory,
+    AttnBackend, AttnGeometry, BackendOptions, IndexGeometry, IndexStore, Rank, Reason, SparseFactory,
     resolve_attn_backend,
 };
 use mstar_core::kv::{KvConfig, KvLayout};
-use mstar_core::spec::{DeviceChoice, DsaSpec, Fallback, Faults, ResourceKind, Spec};
+use mstar_core::spec::{AttentionSpec, DeviceChoice, DsaSpec, Fallback, Faults, ResourceKind, Spec};
 use mstar_kernels::Device;
 
 use super::fit;
@@ -202,6 +202,11 @@ fn geometry(spec: &Spec, kv: &KvConfig, num_qo_heads: usize) -> AttnGeometry {
     AttnGeometry::over(kv, num_qo_heads, spec.dtype, softmax(spec, num_qo_heads))
 }
 
+/// Whether the resource's own options leave it causal, as it is unless said; they were checked by its backend.
+pub(crate) fn causal(attention: &AttentionSpec) -> bool {
+    attention.options.get("causal").and_then(|node| node.scalar()).is_none_or(|scalar| scalar.text != "false")
+}
+
 fn latents(kv: &KvConfig) -> bool {
     matches!(kv.layout, KvLayout::Mla { .. })
 }
@@ -272,6 +277,9 @@ impl Prepared {
         if let [_, second, ..] = self.sparse.as_slice() {
             why.push(format!("{}: a run drives one resource of kind dsa; remove the others", second.name));
         }
+        for served in &self.sparse {
+            why.extend(self.misfits(served));
+        }
         if self.sparse.is_empty() && !self.spec.caches().any(|(_, kv)| latents(&kv.config)) {
             return why;
         }
@@ -280,6 +288,28 @@ impl Prepared {
         }
         if self.spec.attentions().any(|(_, attention)| attention.query_from.is_some()) {
             why.push("cross-attention beside a cache of latents is not driven in this version".into());
+        }
+        why
+    }
+
+    /// What an indexer does not go together with.
+    fn misfits(&self, served: &ServedSparse) -> Vec<String> {
+        let (name, mut why) = (&served.name, Vec::new());
+        let own = self.spec.attentions().filter(|(_, attention)| {
+            attention.kv_cache.as_ref() == Some(&served.kv_cache) && attention.query_from.is_none()
+        });
+        for (attention, _) in own.filter(|(_, attention)| !causal(attention)) {
+            why.push(format!("{attention}: causal: false, and {name} picks among earlier keys alone"));
+        }
+        if served.index.store == IndexStore::Buffers {
+            if self.spec.synthetic().is_some_and(|synthetic| synthetic.forks.is_some()) {
+                why.push(format!("{name}: index_store: buffers knows no forks; say index_store: pages"));
+            }
+            if self.spec.caches().any(|(cache, kv)| *cache == served.kv_cache && kv.config.prefix_cache) {
+                why.push(format!(
+                    "{name}: index_store: buffers knows no prefix hits; say index_store: pages"
+                ));
+            }
         }
         why
     }

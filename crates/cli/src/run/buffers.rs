@@ -54,8 +54,6 @@ impl Widths {
         let (_, kv) = spec.caches().next()?;
         let entries = Entries::of(kv.config.layout)?;
         let heads = spec.model.rank_heads(spec.world_size).ok()?;
-        // Buckets have one token a row, and all of them are warmed up.
-        let padded = spec.graph.as_ref().and_then(|graph| graph.buckets.last().copied()).unwrap_or(0);
         let index = spec.resources.iter().find_map(|resource| match &resource.kind {
             ResourceKind::Dsa(DsaSpec { index, .. }) => {
                 Some(IndexWidths { heads: index.index_n_heads, head_dim: index.index_head_dim })
@@ -63,7 +61,8 @@ impl Widths {
             _ => None,
         });
         Some(Widths {
-            tokens: largest_step(spec, requests)?.tokens.max(padded),
+            // Buckets have one token a row, and all of them are warmed up.
+            tokens: padded(spec, largest_step(spec, requests)?).tokens,
             num_qo_heads: heads.num_qo_heads,
             entries,
             index,
@@ -117,6 +116,12 @@ pub(crate) fn largest_step(spec: &Spec, requests: &[RequestPlan]) -> Option<Step
         tokens: active.saturating_mul(turn).saturating_add(whole),
         kv_len,
     })
+}
+
+/// `largest` with what pads it to a bucket: what a resource with buffers of a fixed shape holds from the first.
+pub(crate) fn padded(spec: &Spec, largest: StepShape) -> StepShape {
+    let bucket = spec.graph.as_ref().and_then(|graph| graph.buckets.last().copied()).unwrap_or(0);
+    StepShape { rows: largest.rows.max(bucket), tokens: largest.tokens.max(bucket), ..largest }
 }
 
 /// The memory.

@@ -7,17 +7,18 @@ use mstar_core::attend::{AttnGeometry, BuildContext, SparseAttention, StepShape}
 use mstar_core::graph::Buckets;
 use mstar_core::kv::{KvConfig, PagedKv, PagedKvCache};
 use mstar_core::resource::EngineOptions;
-use mstar_core::spec::{AttentionSpec, ResourceKind, Spec};
+use mstar_core::spec::{ResourceKind, Spec};
 use mstar_core::{Engine, Resource, ResourceName};
 use mstar_kernels::{DType, Device};
 
+use super::buffers::padded;
 use super::declare::Parts;
 use super::entries::Entries;
 use super::phases::Phases;
 use super::room::{Attends, Room};
 use super::script::Walk;
 use super::verify::Shape;
-use crate::explain::{Served, ServedSparse};
+use crate::explain::{Served, ServedSparse, causal};
 
 /// A model's attention state and work.
 pub(crate) struct Model {
@@ -115,6 +116,8 @@ impl Model {
                         .with_context(|| format!("nobody serves resources.{name}"))?;
                     let factory = served.factory.as_ref().with_context(|| format!("resources.{name}"))?;
                     let cx = context_of(&served.geometry, Some(&dsa.kv_cache), None);
+                    let largest = largest.map(|largest| padded(spec, largest));
+                    let cx = BuildContext { largest, ..cx };
                     let built = factory.build(&cx, &dsa.index);
                     let built = built.with_context(|| format!("resources.{name}"))?;
                     resources.push(built.clone());
@@ -217,11 +220,6 @@ fn under(
             backend,
         }),
     }
-}
-
-/// Whether the resource's own options leave it causal, as it is unless said; they were checked by its backend.
-fn causal(attention: &AttentionSpec) -> bool {
-    attention.options.get("causal").and_then(|node| node.scalar()).is_none_or(|scalar| scalar.text != "false")
 }
 
 /// The mathematics of a geometry, for the oracle.
