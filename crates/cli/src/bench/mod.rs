@@ -21,12 +21,14 @@ use crate::output::Output;
 use crate::text;
 
 /// Kernels that can be named.
-const KERNELS: [&str; 7] = ["prefill", "append", "decode", "cascade", "plan", "scatter", "merge"];
+const KERNELS: [&str; 10] =
+    ["prefill", "append", "decode", "cascade", "plan", "index", "select", "topk", "scatter", "merge"];
 
 /// Arguments of `mstar bench`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// Kernels to time: prefill, append, decode, cascade, plan, scatter, merge; all when none is named.
+    /// Kernels to time: prefill, append, decode, cascade, plan, index, select, topk, scatter, merge; all when none is
+    /// named.
     #[arg(value_name = "KERNEL")]
     kernels: Vec<String>,
     /// Save the results, to compare with later.
@@ -77,7 +79,7 @@ fn time(args: &Arguments, baseline: Option<&report::Saved>) -> anyhow::Result<re
         saved.lines.push(line);
     }
     if saved.lines.is_empty() {
-        bail!("none of {} is compiled in; build with --features paged", args.kernels.join(", "));
+        bail!("none of {} is compiled in; build with --features paged,dsa", args.kernels.join(", "));
     }
     Ok(saved)
 }

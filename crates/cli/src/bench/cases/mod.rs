@@ -1,5 +1,7 @@
 //! The kernels and their shapes, one file a family, each through the level that other projects call.
 
+#[cfg(feature = "dsa")]
+mod dsa;
 mod memory;
 #[cfg(feature = "paged")]
 mod paged;
@@ -29,6 +31,8 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
     let families = [
         #[cfg(feature = "paged")]
         paged::list(quick),
+        #[cfg(feature = "dsa")]
+        dsa::list(quick),
         memory::list(quick),
     ];
     families.into_iter().flatten().collect()
