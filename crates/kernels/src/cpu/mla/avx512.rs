@@ -22,48 +22,41 @@ const PAIRS: usize = 96;
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
 
-/// Fetches the latents of a block ahead, a line at a time.
-struct Fetch<'a> {
-    rows: std::slice::Iter<'a, *const u8>,
-    row: *const u8,
-    left: usize,
-    lines: usize,
+/// Latents to bring into the second-level cache while a block is multiplied: line by line under all of them, as the next
+/// block will ask for them.
+struct Fetch {
+    rows: [*const u8; BLOCK],
 }
 
-impl<'a> Fetch<'a> {
-    fn new(rows: &'a [*const u8], bytes: usize) -> Fetch<'a> {
-        Fetch { rows: rows.iter(), row: std::ptr::null(), left: 0, lines: bytes.div_ceil(LINE_BYTES) }
+impl Fetch {
+    /// The first of `rows`, of which there is one at least.
+    fn new(rows: &[*const u8]) -> Fetch {
+        Fetch { rows: std::array::from_fn(|i| rows[i.min(rows.len() - 1)]) }
     }
 
+    /// Fetches one line. A latent has a sixteenth as many lines as a block has steps.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn turn(&mut self) {
-        if self.left == 0 {
-            match self.rows.next() {
-                Some(&row) => (self.row, self.left) = (row, self.lines),
-                None => return,
-            }
-        }
-        _mm_prefetch::<_MM_HINT_T0>(self.row.cast());
-        self.row = self.row.wrapping_add(LINE_BYTES);
-        self.left -= 1;
+    fn turn(&self, step: usize) {
+        let line = self.rows[step % BLOCK].wrapping_add(step / BLOCK * LINE_BYTES);
+        _mm_prefetch::<_MM_HINT_T1>(line.cast());
     }
 }
 
 macro_rules! bodies {
     (
         $scores:ident, $score_block:ident, $values:ident, $value_block:ident, $features:literal,
-        steps: $steps:expr, chunk: $chunk:expr, keys: $keys:literal, bytes: $bytes:literal,
+        steps: $steps:expr, chunk: $chunk:expr, keys: $keys:literal,
         query: $query:ident, key: $key:expr, mul: $mul:expr, weight: $weight:expr, value: $value:ident
     ) => {
         /// Scores of `N` keys from `first` on under one group.
         #[inline]
         #[target_feature(enable = $features)]
-        unsafe fn $score_block<const N: usize>(
+        unsafe fn $score_block<const N: usize, const FETCH: bool>(
             job: &mut Scores<'_>,
             group: usize,
             first: usize,
-            fetch: &mut Fetch<'_>,
+            fetch: &Fetch,
         ) {
             let keys: [*const u8; N] = std::array::from_fn(|k| job.keys[first + k]);
             let steps = $steps(job.depth);
@@ -81,7 +74,9 @@ macro_rules! bodies {
                         for k in 0..N {
                             sums[k] = $mul(sums[k], query, $key(keys[k], step));
                         }
-                        fetch.turn();
+                        if FETCH {
+                            fetch.turn(step);
+                        }
                     }
                     for k in 0..N {
                         let at = scores.as_mut_ptr().add(k * GROUP);
@@ -100,8 +95,8 @@ macro_rules! bodies {
 
         #[target_feature(enable = $features)]
         unsafe fn $scores(job: &mut Scores<'_>) {
-            let (count, bytes) = (job.keys.len(), job.depth * $bytes);
-            let (keys, ahead) = (job.keys, job.ahead);
+            let (keys, ahead, count) = (job.keys, job.ahead, job.keys.len());
+            let none = Fetch { rows: [std::ptr::null(); BLOCK] };
             // SAFETY: the caller's promise covers every block of keys.
             unsafe {
                 for group in 0..job.groups {
@@ -109,18 +104,19 @@ macro_rules! bodies {
                     while first + BLOCK <= count {
                         // The first group's turn brings in the next block, which the others then find.
                         let next = if first + BLOCK < count { &keys[first + BLOCK..] } else { ahead };
-                        let next = if group == 0 { &next[..BLOCK.min(next.len())] } else { &[] };
-                        let mut fetch = Fetch::new(next, bytes);
-                        $score_block::<BLOCK>(job, group, first, &mut fetch);
+                        if group == 0 && !next.is_empty() {
+                            $score_block::<BLOCK, true>(job, group, first, &Fetch::new(next));
+                        } else {
+                            $score_block::<BLOCK, false>(job, group, first, &none);
+                        }
                         first += BLOCK;
                     }
-                    let mut fetch = Fetch::new(&[], 0);
                     if first + 8 <= count {
-                        $score_block::<8>(job, group, first, &mut fetch);
+                        $score_block::<8, false>(job, group, first, &none);
                         first += 8;
                     }
                     while first + 2 <= count {
-                        $score_block::<2>(job, group, first, &mut fetch);
+                        $score_block::<2, false>(job, group, first, &none);
                         first += 2;
                     }
                 }
@@ -302,13 +298,13 @@ unsafe fn weight_pairs(at: *const f32) -> __m512bh {
 
 bodies! {
     scores_f32, score_block_f32, values_f32, value_block_f32, "avx512f,avx512bw,avx512dq,avx512vl",
-    steps: |depth: usize| depth, chunk: CHUNK, keys: 1, bytes: 4,
+    steps: |depth: usize| depth, chunk: CHUNK, keys: 1,
     query: query_f32, key: key_f32, mul: mul_f32, weight: weight_f32, value: value_f32
 }
 bodies! {
     scores_pairs, score_block_pairs, values_pairs, value_block_pairs,
     "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16",
-    steps: |depth: usize| depth / 2, chunk: PAIRS, keys: 2, bytes: 2,
+    steps: |depth: usize| depth / 2, chunk: PAIRS, keys: 2,
     query: query_pairs, key: key_pairs, mul: mul_pairs, weight: weight_pairs, value: value_pairs
 }
 

@@ -116,13 +116,24 @@ impl<'a> Engine<'a> {
         let (group, lane) = (lane / GROUP, lane % GROUP);
         let depth = self.shape.padded_depth();
         if self.shape.body.pairs {
-            let all: &mut [u16] = bytemuck::cast_slice_mut(self.queries);
-            let all = &mut all[group * depth * GROUP..][..depth * GROUP];
-            for i in 0..count {
-                let d = at + i;
-                // SAFETY: the caller's promise; pairs are of bf16 queries.
-                all[(d / 2 * GROUP + lane) * 2 + d % 2] =
-                    unsafe { from.cast::<u16>().add(i).read_unaligned() };
+            let first = at.next_multiple_of(2).min(at + count) - at;
+            let whole = (count - first) / 2;
+            let all: &mut [u32] = bytemuck::cast_slice_mut(self.queries);
+            let to = &mut all[group * depth / 2 * GROUP..][..depth / 2 * GROUP];
+            // SAFETY: the caller's promise; pairs are of bf16 queries. The first and the last one may be half a pair.
+            unsafe {
+                let half = |i: usize| u32::from(from.cast::<u16>().add(i).read_unaligned());
+                if first == 1 {
+                    to[at / 2 * GROUP + lane] |= half(0) << 16;
+                }
+                let start = (at + first) / 2;
+                let pairs = to[start * GROUP..].iter_mut().skip(lane).step_by(GROUP).take(whole);
+                for (i, to) in pairs.enumerate() {
+                    *to = from.add(2 * first).cast::<u32>().add(i).read_unaligned();
+                }
+                if first + 2 * whole < count {
+                    to[(start + whole) * GROUP + lane] |= half(count - 1);
+                }
             }
             return;
         }
