@@ -19,7 +19,8 @@ pub enum KeyFormat {
     /// `Di` f16.
     F16,
     /// `Di` e4m3 bytes, then the key's scale as an f32 in the machine's byte order, as DeepSeek stores them
-    /// (`[128 e4m3 | f32]`): lane `d` is `scale * e4m3[d]`. `Di` is a multiple of 4.
+    /// (`[128 e4m3 | f32]`): lane `d` is `scale * e4m3[d]`. `Di` is a multiple of 4, and the scale is not negative: it
+    /// multiplies the score, behind the relu.
     Fp8,
 }
 

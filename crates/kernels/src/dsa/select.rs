@@ -52,9 +52,11 @@ pub fn select_workspace_bytes(
     max_keys: usize,
     index_n_heads: usize,
     index_head_dim: usize,
-    _topk: usize,
+    topk: usize,
     workers: usize,
 ) -> usize {
+    // Picks are written where they are wanted.
+    let _ = topk;
     crate::cpu::dsa::workspace_bytes(max_rows, max_keys, index_n_heads, index_head_dim, workers)
         .saturating_add(63)
 }

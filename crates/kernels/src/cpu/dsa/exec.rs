@@ -18,8 +18,10 @@ const PANEL: usize = 64;
 const SCORE_BYTES: usize = 16 << 20;
 /// Rows of a block at least, when there are so many.
 const LEAST_ROWS: usize = 4;
-/// Keys of a piece of work.
-const CHUNK: usize = 16 * BLOCK;
+/// Blocks of keys in a piece of work at most.
+const CHUNK_BLOCKS: usize = 16;
+/// Pieces of work a thread, where there are enough blocks of keys: one that is slow leaves the others something to do.
+const PIECES: usize = 8;
 /// Multiply-adds below which starting other workers costs more than it gives.
 const SERIAL_WORK: usize = 1 << 18;
 
@@ -137,29 +139,30 @@ pub(crate) unsafe fn run(call: &Call<'_>, sink: Sink, workspace: &mut [u8], work
 
     for first in (0..rows).step_by(panel) {
         let count = panel.min(rows - first);
-        let mut runs = [Run::default(); PANEL];
-        let (runs, chunks) = cut(&call.table, first, count, &mut runs);
-        each(if chunks > 1 { workers } else { 1 }, count, &|_, row| {
+        let cut = Runs::cut(&call.table, first, count, workers);
+        each(if cut.chunks > 1 { workers } else { 1 }, count, &|_, row| {
             // SAFETY: each row has its own part of the packed queries, `depth <= width` words a head.
             let packed = unsafe { queries.slice(row * heads * depth, heads * depth) };
             // SAFETY: the row is one of `q`, whose inner axes are as `call` says.
             unsafe { pack::queries(&call.q, first + row, body.pairs, packed) };
         });
-        each(workers, chunks, &|worker, index| {
-            let run = &runs[runs.partition_point(|run| run.first_chunk <= index) - 1];
-            let begin = (index - run.first_chunk) * CHUNK;
+        each(workers, cut.chunks, &|worker, index| {
+            let (run, piece) = cut.piece(index);
             // SAFETY: the workspace has scratch for each worker, and a worker does one thing at a time.
             let mut arena = Arena::new(unsafe { scratch.slice(worker * scratch_len, scratch_len) });
             let (packed, scales) = (arena.take::<u32>(depth * BLOCK), arena.take::<f32>(BLOCK));
             let keys = Keys::new(call, run.request);
-            let end = run.seen.min(begin + CHUNK);
-            let mut next = keys.locate(begin, end);
-            for at in (begin..end).step_by(BLOCK) {
+            let end = piece.end;
+            let mut next = keys.locate(piece.start, end);
+            for at in piece.step_by(BLOCK) {
                 let rows = std::mem::replace(&mut next, keys.locate(at + BLOCK, end));
                 // SAFETY: the table found the run's keys, up to `seen`, in pages of the pool.
                 unsafe { pack::keys(&body, call.format, &rows, width, packed, scales) };
                 let mut ahead = Ahead { rows: &next, lines };
                 for row in run.begin..run.end {
+                    if call.table.seen(first + row) <= at {
+                        continue;
+                    }
                     // SAFETY: row `first + row` of `[T, Hi]` has `heads` contiguous weights.
                     let weights = unsafe {
                         let weights = call.weights.as_ptr().cast::<f32>();
@@ -189,25 +192,48 @@ pub(crate) unsafe fn run(call: &Call<'_>, sink: Sink, workspace: &mut [u8], work
     }
 }
 
-/// Cuts a block into runs; how many chunks they have in all.
-fn cut<'a>(table: &Table<'_>, first: usize, count: usize, runs: &'a mut [Run; PANEL]) -> (&'a [Run], usize) {
-    let (mut len, mut chunks) = (0, 0);
-    let mut row = 0;
-    while row < count {
-        let request = table.row_request[first + row];
-        let begin = row;
-        let mut seen = 0;
-        while row < count && table.row_request[first + row] == request {
-            seen = seen.max(table.seen(first + row));
-            row += 1;
+/// A block of rows, cut into runs.
+struct Runs {
+    runs: [Run; PANEL],
+    len: usize,
+    /// Keys of a piece of work.
+    chunk: usize,
+    /// Pieces in all.
+    chunks: usize,
+}
+
+impl Runs {
+    fn cut(table: &Table<'_>, first: usize, count: usize, workers: usize) -> Runs {
+        let mut cut = Runs { runs: [Run::default(); PANEL], len: 0, chunk: BLOCK, chunks: 0 };
+        let (mut row, mut blocks) = (0, 0);
+        while row < count {
+            let request = table.row_request[first + row];
+            let (begin, mut seen) = (row, 0);
+            while row < count && table.row_request[first + row] == request {
+                seen = seen.max(table.seen(first + row));
+                row += 1;
+            }
+            if request >= 0 {
+                cut.runs[cut.len] = Run { begin, end: row, request: request as usize, seen, first_chunk: 0 };
+                cut.len += 1;
+                blocks += seen.div_ceil(BLOCK);
+            }
         }
-        if request >= 0 {
-            runs[len] = Run { begin, end: row, request: request as usize, seen, first_chunk: chunks };
-            chunks += seen.div_ceil(CHUNK);
-            len += 1;
+        cut.chunk = BLOCK * blocks.div_ceil(PIECES * workers).clamp(1, CHUNK_BLOCKS);
+        for run in &mut cut.runs[..cut.len] {
+            run.first_chunk = cut.chunks;
+            cut.chunks += run.seen.div_ceil(cut.chunk);
         }
+        cut
     }
-    (&runs[..len], chunks)
+
+    /// The run that piece `index` is of, and its keys.
+    fn piece(&self, index: usize) -> (&Run, std::ops::Range<usize>) {
+        let runs = &self.runs[..self.len];
+        let run = &runs[runs.partition_point(|run| run.first_chunk <= index) - 1];
+        let begin = (index - run.first_chunk) * self.chunk;
+        (run, begin..run.seen.min(begin + self.chunk))
+    }
 }
 
 /// Hands a row's scores on.

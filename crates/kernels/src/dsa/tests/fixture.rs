@@ -84,7 +84,7 @@ pub(super) fn stored(dtype: DType, numbers: &[f32]) -> Buffer {
     buffer
 }
 
-/// A key's bytes. Fp8 keys of whole numbers have scale 1/4 at most, so that they are exact.
+/// A key's bytes.
 fn encoded(format: KeyFormat, key: &[f32]) -> Vec<u8> {
     match format {
         KeyFormat::F32 => key.iter().flat_map(|x| x.to_ne_bytes()).collect(),
@@ -98,10 +98,16 @@ fn encoded(format: KeyFormat, key: &[f32]) -> Vec<u8> {
     }
 }
 
-/// A power of two, unlike [`dsa::quantise_keys`]: whole numbers up to 8 stay whole.
+/// That of [`dsa::quantise_keys`]; but a power of two for whole numbers, which then stay whole up to 8.
 fn fp8_scale(key: &[f32]) -> f32 {
     let largest = key.iter().fold(0f32, |a, x| a.max(x.abs()));
-    if largest == 0.0 || !largest.is_finite() { 1.0 } else { 2f32.powi(largest.log2().floor() as i32 - 6) }
+    if largest == 0.0 || !largest.is_finite() {
+        1.0
+    } else if key.iter().all(|x| x.fract() == 0.0) {
+        2f32.powi(largest.log2().floor() as i32 - 6)
+    } else {
+        largest / 448.0
+    }
 }
 
 /// What the key's bytes say.
@@ -216,6 +222,17 @@ impl Batch {
         &self,
         change: impl FnOnce(&mut SelectParams<'_>),
     ) -> Result<Vec<i32>, (Error, Vec<i32>)> {
+        self.run(|mut params| {
+            change(&mut params);
+            dsa::select(&Stream::cpu(), params)
+        })
+    }
+
+    /// The selection `[T, K]`, or what was refused and what had been written, by a call of the caller's.
+    pub(super) fn run(
+        &self,
+        call: impl FnOnce(SelectParams<'_>) -> crate::Result<()>,
+    ) -> Result<Vec<i32>, (Error, Vec<i32>)> {
         let pool = self.pool();
         let (row_request, positions) = self.columns();
         let t = self.rows.len();
@@ -224,7 +241,7 @@ impl Batch {
         let bytes = dsa::select_workspace_bytes(t, most, self.heads, self.width, self.topk, self.workers);
         let mut workspace = vec![0xffu8; bytes];
         let mut out = vec![-7; t * self.topk];
-        let mut params = SelectParams {
+        let params = SelectParams {
             q: q.tensor(0, self.q_dtype, &[t, self.heads, self.width]).unwrap(),
             weights: w.tensor(0, DType::F32, &[t, self.heads]).unwrap(),
             keys: self.keys(&pool),
@@ -240,8 +257,7 @@ impl Batch {
             workspace: TensorMut::from_slice(&mut workspace, &[bytes]).unwrap(),
             workers: self.workers,
         };
-        change(&mut params);
-        match dsa::select(&Stream::cpu(), params) {
+        match call(params) {
             Ok(()) => Ok(out),
             Err(error) => Err((error, out)),
         }

@@ -38,12 +38,7 @@ fn what_is_not_there_is_refused_with_array_entry_and_value_and_nothing_is_writte
         refused("kv_lens", 0, bad.into(), batch.select_with(|p| p.kv_lens = Vec::leak(vec![bad, 9])));
     }
     for bad in [17, -1] {
-        refused(
-            "page_start",
-            1,
-            bad.into(),
-            batch.select_with(|p| p.page_start = Vec::leak(vec![3, bad])),
-        );
+        refused("page_start", 1, bad.into(), batch.select_with(|p| p.page_start = Vec::leak(vec![3, bad])));
     }
     refused("kv_indptr", 1, 4, batch.select_with(|p| p.kv_indptr = &[0, 4, 3]));
     refused("kv_indptr", 0, 1, batch.select_with(|p| p.kv_indptr = &[1, 2, 3]));

@@ -1,6 +1,8 @@
 //! Queries and keys as the multiplication reads them.
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 
 use half::bf16;
@@ -93,8 +95,26 @@ pub(super) unsafe fn keys(
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the machine has the instructions; the caller's promise.
         Isa::Avx512 | Isa::Avx512Bf16 => unsafe { avx512::keys(format, body.pairs, rows, width, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx2Fma => unsafe { avx2::keys(format, rows, width, out) },
         // SAFETY: the caller's promise.
         _ => unsafe { plain(format, rows, width, out) },
+    }
+}
+
+/// Lane `lane` of the key at `from`, without its scale.
+///
+/// # Safety
+/// The key has more lanes than `lane` in its format.
+#[inline(always)]
+unsafe fn number(format: KeyFormat, from: *const u8, lane: usize) -> f32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match format {
+            KeyFormat::Fp8 => e4m3_to_f32(from.add(lane).read()),
+            _ => float(format.dtype(), from, lane),
+        }
     }
 }
 
@@ -108,15 +128,9 @@ unsafe fn plain(format: KeyFormat, rows: &[*const u8; BLOCK], width: usize, out:
             out[key..].iter_mut().step_by(BLOCK).for_each(|word| *word = 0);
             continue;
         }
-        // SAFETY: `width` lanes start there.
-        let lane = |lane: usize| unsafe {
-            match format {
-                KeyFormat::Fp8 => e4m3_to_f32(from.add(lane).read()),
-                _ => float(format.dtype(), from, lane),
-            }
-        };
         for (step, word) in out[key..].iter_mut().step_by(BLOCK).enumerate().take(width) {
-            *word = lane(step).to_bits();
+            // SAFETY: `width` lanes start there.
+            *word = unsafe { number(format, from, step) }.to_bits();
         }
     }
 }
