@@ -13,6 +13,7 @@ use mstar_kernels::mla::Geometry;
 use super::DsaManager;
 use super::memory::Sizes;
 use crate::encode::key_format;
+use crate::{Indexer, Layer};
 
 /// Builds resources of kind `dsa`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -41,7 +42,7 @@ impl SparseFactory for DsaFactory {
             let (name, got) = ("layout", format!("{:?}", attn.layout));
             Error::from(mstar_kernels::Error::Parameter { name, why: reason.0, got })
         };
-        Ok(Sizes::foreseen(&geometry(attn).map_err(refused)?, index, largest)?.total())
+        Ok(Sizes::foreseen(&layer(attn, index).map_err(refused)?, index, largest)?.total())
     }
 
     fn build(&self, cx: &BuildContext, index: &IndexGeometry) -> Result<Arc<dyn SparseAttention>> {
@@ -50,7 +51,7 @@ impl SparseFactory for DsaFactory {
 }
 
 /// The latents' geometry; a cache of keys and values a head has none.
-pub(super) fn geometry(attn: &AttnGeometry) -> Result<Geometry, Reason> {
+fn geometry(attn: &AttnGeometry) -> Result<Geometry, Reason> {
     let KvLayout::Mla { kv_lora_rank, qk_rope_head_dim } = attn.layout else {
         return Err("attends latents, not keys and values a head; give the cache layout: mla".into());
     };
@@ -62,6 +63,14 @@ pub(super) fn geometry(attn: &AttnGeometry) -> Result<Geometry, Reason> {
         q_dtype: attn.dtype,
         kv_dtype: attn.kv_dtype,
     })
+}
+
+/// The layer that plans are made for.
+pub(super) fn layer(attn: &AttnGeometry, index: &IndexGeometry) -> Result<Layer, Reason> {
+    let IndexGeometry { index_n_heads, index_head_dim, index_topk, .. } = *index;
+    let format = key_format(index.format).map_err(|error| Reason(error.to_string()))?;
+    let indexer = Indexer { index_n_heads, index_head_dim, index_topk, format };
+    Ok(Layer { geometry: geometry(attn)?, sm_scale: attn.softmax.sm_scale, indexer })
 }
 
 /// How well sparse attention serves a geometry.

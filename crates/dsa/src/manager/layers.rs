@@ -4,8 +4,7 @@ use mstar_core::attend::{IndexGeometry, Selection, SparseAttention, SparseWork, 
 use mstar_core::kv::{LayerView, PagedKv};
 use mstar_core::{AttnOut, Error, Forward, PlanId, Query, Result};
 use mstar_kernels::cpu::Isa;
-use mstar_kernels::dsa::{SelectParams, SparseParams, select, sparse_attend};
-use mstar_kernels::mla::{AttendParams, attend};
+use mstar_kernels::dsa::{SelectParams, select};
 use mstar_kernels::mutant::planted;
 use mstar_kernels::{DType, TensorMut, TensorRef};
 
@@ -13,6 +12,7 @@ use super::DsaManager;
 use super::memory::Memory;
 use super::places::Stored;
 use crate::encode::{as_is, encode, expect_keys};
+use crate::{IndexInputs, Inputs, Outputs, attend, select_picks};
 
 fn no_buffers() -> Error {
     Error::Invariant("a planned label has no buffers of index keys".into())
@@ -59,7 +59,7 @@ impl DsaManager {
     /// Keeps keys in the buffers of each row's stream.
     fn store_in_buffers(&self, stored: &Stored, layer: usize, keys: TensorRef<'_>) -> Result<()> {
         let mut buffers = self.buffers("store_keys")?;
-        for span in &stored.rows.spans {
+        for span in &stored.plan.rows().spans {
             let store = buffers.get_mut(&span.label).ok_or_else(no_buffers)?;
             let chunk = keys.narrow(0, span.q_start, span.q_len)?;
             let start = span.kept_from + span.ctx_start;
@@ -77,7 +77,7 @@ impl DsaManager {
         q: TensorRef<'_>,
         weights: TensorRef<'_>,
     ) -> Result<()> {
-        let (rows, layer, topk) = (&stored.rows, forward.layer(), self.index.index_topk);
+        let (rows, layer, topk) = (stored.plan.rows(), forward.layer(), self.index.index_topk);
         let tokens = rows.num_tokens();
         let buffers = self.buffers("select")?;
         let (mut picks, mut workspace) = memory.picks_mut(tokens, topk)?;
@@ -94,7 +94,7 @@ impl DsaManager {
                 q: q.narrow(0, span.q_start, span.q_len)?,
                 weights: weights.narrow(0, span.q_start, span.q_len)?,
                 keys,
-                format: self.format,
+                format: self.layer.indexer.format,
                 row_request: &rows.alone[queries.clone()],
                 positions: &rows.positions[queries],
                 kv_indptr: &[0, 1],
@@ -104,7 +104,7 @@ impl DsaManager {
                 topk,
                 selection: picks.reborrow().narrow(0, span.q_start, span.q_len)?,
                 workspace: workspace.reborrow(),
-                workers: stored.dense.workers(),
+                workers: stored.plan.workers(),
             };
             self.said(select(forward.stream(), params))?;
         }
@@ -120,26 +120,10 @@ impl DsaManager {
         q: TensorRef<'_>,
         weights: TensorRef<'_>,
     ) -> Result<()> {
-        let (rows, topk) = (&stored.rows, self.index.index_topk);
         let keys = self.kv.plane(&self.plane, forward.layer())?;
-        let (selection, workspace) = memory.picks_mut(rows.num_tokens(), topk)?;
-        let params = SelectParams {
-            q,
-            weights,
-            keys,
-            format: self.format,
-            row_request: &rows.row_request,
-            positions: &rows.positions,
-            kv_indptr: &rows.row_page_offset,
-            kv_indices: &rows.pages,
-            page_start: &rows.row_start,
-            kv_lens: &rows.row_keys,
-            topk,
-            selection,
-            workspace,
-            workers: stored.dense.workers(),
-        };
-        self.said(select(forward.stream(), params))
+        let (picks, workspace) = memory.picks_mut(stored.plan.num_tokens(), self.index.index_topk)?;
+        let inputs = IndexInputs { q, weights, keys };
+        self.said(select_picks(&stored.plan, forward.stream(), workspace, inputs, picks))
     }
 }
 
@@ -153,18 +137,18 @@ impl SparseAttention for DsaManager {
     }
 
     fn needs_selection(&self, plan: &PlanId) -> Result<bool> {
-        Ok(self.stored(plan)?.rows.needs_selection)
+        Ok(self.stored(plan)?.plan.needs_selection())
     }
 
     /// Keys may have the dtype of the queries, or that in which they are stored; they are rounded, or quantised, on the way.
     fn store_keys(&self, forward: &Forward<'_>, keys: TensorRef<'_>) -> Result<()> {
         let layer = self.full_layer(forward, "store_keys")?;
         let stored = self.stored(forward.plan_id())?;
-        let (tokens, format) = (stored.rows.num_tokens(), self.index.format);
+        let (tokens, format) = (stored.plan.num_tokens(), self.index.format);
         self.said(expect_keys(&keys, Some(tokens), self.index.index_head_dim))?;
         let kept = as_is(keys.dtype(), format);
-        if !kept && keys.dtype() != self.geometry.q_dtype {
-            let expected = format!("{} or {format}", self.geometry.q_dtype);
+        if !kept && keys.dtype() != self.layer.geometry.q_dtype {
+            let expected = format!("{} or {format}", self.layer.geometry.q_dtype);
             let got = keys.dtype();
             return self.said(Err(mstar_kernels::Error::DTypeMismatch { tensor: "keys", expected, got }));
         }
@@ -194,9 +178,9 @@ impl SparseAttention for DsaManager {
     ) -> Result<Selection> {
         let layer = self.full_layer(forward, "select")?;
         let stored = self.stored(forward.plan_id())?;
-        let (tokens, device) = (Some(stored.rows.num_tokens()), forward.stream().device());
+        let (tokens, device) = (Some(stored.plan.num_tokens()), forward.stream().device());
         let (heads, width) = (Some(self.index.index_n_heads), Some(self.index.index_head_dim));
-        let dtype = Some(self.geometry.q_dtype);
+        let dtype = Some(self.layer.geometry.q_dtype);
         self.said(q.expect("q", "[T, Hi, Di]", &[tokens, heads, width], dtype, device))?;
         self.said(weights.expect("weights", "[T, Hi]", &[tokens, heads], Some(DType::F32), device))?;
         let mut memory = stored.lock("select")?;
@@ -206,7 +190,7 @@ impl SparseAttention for DsaManager {
             return Err(Error::Order { call: "select", why });
         }
         let stale = planted("dsa-stale-selection") && memory.selected.is_some();
-        if stored.rows.needs_selection && !stale {
+        if stored.plan.needs_selection() && !stale {
             memory.selected = None;
             match self.in_buffers() {
                 true => self.select_in_buffers(forward, &stored, &mut memory, q, weights)?,
@@ -238,7 +222,7 @@ impl SparseAttention for DsaManager {
         forward: &Forward<'_>,
         selection: Option<&Selection>,
         q: Query<'_>,
-        mut out: AttnOut<'_>,
+        out: AttnOut<'_>,
     ) -> Result<()> {
         let call = "SparseAttention::attend";
         let stored = self.stored(forward.plan_id())?;
@@ -249,7 +233,7 @@ impl SparseAttention for DsaManager {
             return self.refuse("the layers of its cache are no latents");
         };
         let mut memory = stored.lock(call)?;
-        let (rows, workers) = (&stored.rows, stored.dense.workers());
+        let plan = &stored.plan;
         if let Some(selection) = selection {
             let full = self.sharing(forward.layer(), call)?;
             if selection.plan() != forward.plan_id() {
@@ -262,62 +246,34 @@ impl SparseAttention for DsaManager {
                 return Err(Error::Order { call, why });
             }
             self.holds(&memory, full, call)?;
-        } else if rows.needs_selection {
+        } else if plan.needs_selection() {
             let topk = self.index.index_topk;
             let why = format!("some query sees more than {topk} keys; select first, or share a selection");
             return Err(Error::Order { call, why });
         }
-        if !rows.needs_selection || !rows.all_selected() {
-            let params = AttendParams {
-                work: stored.dense.work(),
-                q_nope: nope,
-                q_pe: pe,
-                latent,
-                o: out.o.reborrow(),
-                lse: out.lse.as_mut().map(TensorMut::reborrow),
-                workspace: memory.workspace()?,
-                workers,
-            };
-            self.said(attend(forward.stream(), params))?;
+        let inputs = Inputs { q_nope: nope, q_pe: pe, latent };
+        let outputs = Outputs { o: out.o, lse: out.lse };
+        if !plan.needs_selection() {
+            return self.said(attend(plan, forward.stream(), memory.workspace()?, inputs, None, outputs));
         }
-        if !rows.needs_selection {
-            return Ok(());
-        }
-        let (picks, workspace) = memory.picks_and_workspace(rows.num_tokens(), self.index.index_topk)?;
-        let params = SparseParams {
-            geometry: self.geometry,
-            sm_scale: self.attn.softmax.sm_scale,
-            q_nope: nope,
-            q_pe: pe,
-            latent,
-            selection: picks,
-            row_request: &rows.row_request,
-            kv_indptr: &rows.row_page_offset,
-            kv_indices: &rows.pages,
-            page_start: &rows.row_start,
-            kv_lens: &rows.row_keys,
-            o: out.o,
-            lse: out.lse,
-            workspace,
-            workers,
-        };
-        self.said(sparse_attend(forward.stream(), params))
+        let (picks, workspace) = memory.picks_and_workspace(plan.num_tokens(), self.index.index_topk)?;
+        self.said(attend(plan, forward.stream(), workspace, inputs, Some(picks), outputs))
     }
 
     fn copy_selection(&self, selection: &Selection, mut out: TensorMut<'_>) -> Result<()> {
         let stored = self.stored(selection.plan())?;
-        let (tokens, topk) = (stored.rows.num_tokens(), self.index.index_topk);
+        let (tokens, topk) = (stored.plan.num_tokens(), self.index.index_topk);
         let shape = [Some(tokens), Some(topk)];
         let device = mstar_kernels::Device::Cpu;
         self.said(out.expect("out", "[T, K]", &shape, Some(DType::I32), device))?;
         let memory = stored.lock("copy_selection")?;
-        if stored.rows.needs_selection {
+        if stored.plan.needs_selection() {
             self.holds(&memory, selection.layer(), "copy_selection")?;
         }
         for token in 0..tokens {
             let mut to = out.reborrow().select(0, token)?;
             let to = to.as_mut_slice::<i32>().expect("rows were found contiguous");
-            if stored.rows.needs_selection {
+            if stored.plan.needs_selection() {
                 let from = memory.picks(tokens, topk)?.select(0, token)?;
                 to.copy_from_slice(from.as_slice::<i32>().expect("contiguous i32 on the CPU"));
             } else {
@@ -328,7 +284,7 @@ impl SparseAttention for DsaManager {
     }
 
     fn sparse_work(&self, plan: &PlanId) -> SparseWork {
-        self.stored(plan).map(|stored| stored.rows.work).unwrap_or_default()
+        self.stored(plan).map(|stored| stored.plan.rows().work).unwrap_or_default()
     }
 
     fn work(&self, plan: &PlanId) -> (Work, Work) {
@@ -337,7 +293,7 @@ impl SparseAttention for DsaManager {
 
     fn kernel(&self, plan: &PlanId) -> Option<String> {
         let stored = self.stored(plan).ok()?;
-        let rows = &stored.rows;
+        let rows = stored.plan.rows();
         let selected = rows.row_request.iter().filter(|&&row| row >= 0).count();
         let queries: usize = rows.spans.iter().map(|span| span.q_len).sum();
         Some(format!(

@@ -3,13 +3,13 @@
 
 use mstar_core::attend::pages::workspace_bound;
 use mstar_core::attend::{IndexFormat, IndexGeometry, StepShape};
-use mstar_kernels::dsa::{select_workspace_bytes, sparse_workspace_bytes};
 use mstar_kernels::mla::{Geometry, Variant};
 use mstar_kernels::paged::PageTable;
-use mstar_kernels::plan::{Latents, Plan, PlanOptions};
+use mstar_kernels::plan::{Latents, PlanOptions};
 use mstar_kernels::{Buffer, DType, Result, TensorMut, TensorRef};
 
-use crate::DsaPlan;
+use crate::batch::sparse_scratch;
+use crate::{Layer, Plan};
 
 /// Bytes of each part.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -37,45 +37,38 @@ impl Sizes {
         }
     }
 
-    /// What a plan needs, in a bucket of `tokens`, whose attention to every visible key is `dense`.
-    pub(crate) fn of_plan(
-        plan: &DsaPlan,
-        tokens: usize,
-        dense: &Plan<Latents>,
-        geometry: &Geometry,
-        index: &IndexGeometry,
-    ) -> Sizes {
-        let tokens = tokens.max(plan.num_tokens());
-        let mut sizes = Sizes::of(tokens, plan.max_keys(), geometry, index, dense.workers());
-        if !plan.needs_selection {
+    /// What a plan needs, in a bucket of `tokens`.
+    pub(crate) fn of_plan(plan: &Plan, tokens: usize, index: &IndexGeometry) -> Sizes {
+        let (tokens, keys) = (tokens.max(plan.num_tokens()), plan.rows().max_keys());
+        let mut sizes = Sizes::of(tokens, keys, plan.layer(), index, plan.workers());
+        if !plan.needs_selection() {
             sizes = Sizes { selection: 0, workspace: 0, ..sizes };
         }
-        sizes.workspace = sizes.workspace.max(dense.workspace_bytes());
+        sizes.workspace = sizes.workspace.max(plan.dense().workspace_bytes());
         sizes
     }
 
     /// What steps of up to `largest` need on `workers` threads. Rows attend densely up to `K` keys, so that is as far as the
     /// scratch of that reaches.
-    pub(crate) fn foreseen(geometry: &Geometry, index: &IndexGeometry, largest: StepShape) -> Result<Sizes> {
+    pub(crate) fn foreseen(layer: &Layer, index: &IndexGeometry, largest: StepShape) -> Result<Sizes> {
         let workers = rayon::current_num_threads();
-        let mut sizes = Sizes::of(largest.tokens, largest.kv_len, geometry, index, workers);
+        let mut sizes = Sizes::of(largest.tokens, largest.kv_len, layer, index, workers);
         if largest.kv_len <= index.index_topk {
             sizes = Sizes { selection: 0, workspace: 0, ..sizes };
         }
         let longest = StepShape { kv_len: largest.kv_len.min(index.index_topk), ..largest };
-        sizes.workspace = sizes.workspace.max(dense_bound(geometry, longest, workers)?);
+        sizes.workspace = sizes.workspace.max(dense_bound(&layer.geometry, longest, workers)?);
         Ok(sizes)
     }
 
-    fn of(tokens: usize, keys: usize, geometry: &Geometry, index: &IndexGeometry, workers: usize) -> Sizes {
-        let IndexGeometry { index_n_heads, index_head_dim, index_topk, format, .. } = *index;
-        let converted = IndexFormat::of(geometry.q_dtype) != Some(format);
-        let key = format.width(index_head_dim).saturating_mul(format.dtype().size());
-        let select = select_workspace_bytes(tokens, keys, index_n_heads, index_head_dim, index_topk, workers);
+    fn of(tokens: usize, keys: usize, layer: &Layer, index: &IndexGeometry, workers: usize) -> Sizes {
+        let (format, topk) = (index.format, index.index_topk);
+        let converted = IndexFormat::of(layer.geometry.q_dtype) != Some(format);
+        let key = format.width(index.index_head_dim).saturating_mul(format.dtype().size());
         Sizes {
-            selection: tokens.saturating_mul(index_topk).saturating_mul(size_of::<i32>()),
+            selection: tokens.saturating_mul(topk).saturating_mul(size_of::<i32>()),
             staging: if converted { tokens.saturating_mul(key) } else { 0 },
-            workspace: select.max(sparse_workspace_bytes(geometry, index_topk, workers)),
+            workspace: sparse_scratch(layer, tokens, keys, workers),
         }
     }
 }
@@ -178,7 +171,8 @@ fn dense_bound(geometry: &Geometry, largest: StepShape, workers: usize) -> Resul
             ..PageTable::default()
         };
         let variant = Variant { sm_scale: 1.0, causal: rows.causal };
-        Ok(Plan::<Latents>::new(&geometry, &variant, &table, &options)?.workspace_bytes())
+        Ok(mstar_kernels::plan::Plan::<Latents>::new(&geometry, &variant, &table, &options)?
+            .workspace_bytes())
     })
 }
 
@@ -222,8 +216,11 @@ mod tests {
             store: mstar_core::attend::IndexStore::Pages,
             full_layers: vec![0],
         };
+        let format = mstar_kernels::dsa::KeyFormat::Bf16;
+        let indexer = crate::Indexer { index_n_heads: 64, index_head_dim: 128, index_topk: 2048, format };
+        let layer = Layer { geometry, sm_scale: 1.0, indexer };
         let of = |rows, tokens, kv_len| {
-            Sizes::foreseen(&geometry, &index, StepShape { rows, tokens, kv_len }).unwrap()
+            Sizes::foreseen(&layer, &index, StepShape { rows, tokens, kv_len }).unwrap()
         };
         let short = of(64, 64, 2048);
         assert_eq!((short.selection, short.staging), (0, 0));

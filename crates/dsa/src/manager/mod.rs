@@ -30,26 +30,22 @@ use mstar_core::kv::PagedKv;
 use mstar_core::resource::{Fingerprint, Ingest, Outcome, PaddedShape, Promotion, StepContext};
 use mstar_core::step::{AttentionStep, Declaration};
 use mstar_core::{Error, Label, PlanId, RequestId, Resource, ResourceName, Result, Step, StepSerial};
-use mstar_kernels::dsa::KeyFormat;
-use mstar_kernels::mla::{Geometry, Variant};
-use mstar_kernels::plan::{Capacity, Plan, PlanOptions};
+use mstar_kernels::plan::{Capacity, PlanOptions};
 
 pub use factory::DsaFactory;
 pub(crate) use factory::supports;
 
 use self::memory::{Memory, Sizes};
 use self::places::{Places, Stored};
-use crate::encode::key_format;
-use crate::{DsaPlan, IndexKeyStore};
+use crate::{DsaPlan, IndexKeyStore, Layer, Plan};
 
 /// DeepSeek sparse attention over one latent cache.
 pub struct DsaManager {
     name: ResourceName,
     kv: Arc<dyn PagedKv>,
     attn: AttnGeometry,
-    geometry: Geometry,
+    layer: Layer,
     index: IndexGeometry,
-    format: KeyFormat,
     /// The plane of index keys, when they lie in pages.
     plane: String,
     /// A store for each label, when they lie in buffers.
@@ -66,7 +62,7 @@ impl fmt::Debug for DsaManager {
         f.debug_struct("DsaManager")
             .field("name", &self.name)
             .field("kv_cache", self.kv.name())
-            .field("geometry", &self.geometry)
+            .field("layer", &self.layer)
             .field("index", &self.index)
             .finish_non_exhaustive()
     }
@@ -98,10 +94,10 @@ impl DsaManager {
             return Err(cx.refuse("planes", &why, &planes));
         }
         let said = |error| Error::backend(cx.name.as_str(), error);
-        let geometry = factory::geometry(&cx.geometry)
+        let layer = factory::layer(&cx.geometry, index)
             .map_err(|reason| cx.refuse("layout", &reason.0, &cx.geometry.layout))?;
         let foreseen = match cx.largest {
-            Some(largest) => Sizes::foreseen(&geometry, index, largest).map_err(said)?,
+            Some(largest) => Sizes::foreseen(&layer, index, largest).map_err(said)?,
             None => Sizes::default(),
         };
         let largest = cx.largest.map_or((0, 0), |largest| (largest.rows, largest.tokens));
@@ -109,9 +105,8 @@ impl DsaManager {
             name: cx.name.clone(),
             kv,
             attn: cx.geometry.clone(),
-            geometry,
+            layer,
             index: index.clone(),
-            format: key_format(index.format).map_err(said)?,
             plane: IndexGeometry::plane_name(&cx.name),
             buffers: Mutex::default(),
             foreseen,
@@ -125,7 +120,7 @@ impl DsaManager {
     /// # Errors
     /// A missing plan.
     pub fn dsa_plan(&self, plan: &PlanId) -> Result<Arc<DsaPlan>> {
-        Ok(Arc::clone(&self.stored(plan)?.rows))
+        Ok(Arc::clone(self.stored(plan)?.plan.rows()))
     }
 
     /// Bytes of picks, staging and scratch, and of index keys in buffers.
@@ -165,45 +160,31 @@ impl DsaManager {
     fn plan_label(&self, id: &PlanId, bucket: Option<PaddedShape>) -> Result<()> {
         let kv = self.kv.kv_plan(id)?;
         let config = self.kv.config();
-        let (page_size, topk) = (config.page_size, self.index.index_topk);
         let captured = self.places.captured();
         let room = [Some(self.largest), captured, bucket].into_iter().flatten();
         let room = room.fold(PaddedShape { rows: 0, tokens: 0 }, |a, b| PaddedShape {
             rows: a.rows.max(b.rows),
             tokens: a.tokens.max(b.tokens),
         });
-        let capacity = bucket.map(|shape| Capacity {
-            // A row that crosses `topk` is two of the dense plan.
-            rows: 2 * shape.rows,
-            tokens: shape.tokens,
-            pages: captured_page_capacity(shape, config),
+        let pages = captured_page_capacity(room, config);
+        let capacity = bucket.map(|PaddedShape { rows, tokens }| Capacity {
+            rows,
+            tokens,
+            pages: captured_page_capacity(PaddedShape { rows, tokens }, config),
         });
         let options = PlanOptions { capacity, ..PlanOptions::default() };
-        let variant = Variant { sm_scale: self.attn.softmax.sm_scale, causal: true };
         if self.in_buffers() {
             self.grow_buffers(&kv)?;
         }
         self.places.plan(id, |before| {
-            let (rows, dense, memory) = match before.map(Arc::try_unwrap) {
-                Some(Ok(stored)) => (Some(stored.rows), Some(stored.dense), Some(stored.memory)),
-                Some(Err(held)) => (None, None, Some(Arc::clone(&held.memory))),
-                None => (None, None, None),
+            let (before, memory) = match before.map(Arc::try_unwrap) {
+                Some(Ok(stored)) => (Some(stored.plan), Some(stored.memory)),
+                Some(Err(held)) => (None, Some(Arc::clone(&held.memory))),
+                None => (None, None),
             };
-            let mut rows = rows.unwrap_or_default();
-            let plan = Arc::make_mut(&mut rows);
-            if room.rows > 0 {
-                plan.reserve(room.rows, room.tokens, captured_page_capacity(room, config));
-            }
-            plan.make(&kv, page_size, topk);
-            let table = plan.dense(config.max_num_pages);
-            let dense = match dense {
-                Some(mut dense) => {
-                    self.said(dense.replan(&self.geometry, &variant, &table, &options))?;
-                    dense
-                }
-                None => self.said(Plan::new(&self.geometry, &variant, &table, &options))?,
-            };
-            let sizes = Sizes::of_plan(plan, room.tokens, &dense, &self.geometry, &self.index);
+            let (room, num_pages) = ((room.rows, room.tokens, pages), config.max_num_pages);
+            let plan = self.said(Plan::of_cache(&self.layer, &kv, before, room, num_pages, &options))?;
+            let sizes = Sizes::of_plan(&plan, room.1, &self.index);
             let sizes = sizes.max(self.foreseen);
             let memory = match memory {
                 Some(memory) => {
@@ -214,9 +195,10 @@ impl DsaManager {
                 }
                 None => Arc::new(Mutex::new(self.said(Memory::new(sizes))?)),
             };
-            let selecting = work::of_selecting(plan, &self.geometry, &self.index);
-            let work = (selecting, work::of_attending(plan, &self.geometry, &self.index));
-            Ok(Arc::new(Stored { rows, dense, memory, work }))
+            let (rows, geometry) = (plan.rows(), &self.layer.geometry);
+            let selecting = work::of_selecting(rows, geometry, &self.index);
+            let work = (selecting, work::of_attending(rows, geometry, &self.index));
+            Ok(Arc::new(Stored { plan, memory, work }))
         })
     }
 
@@ -264,7 +246,7 @@ impl Resource for DsaManager {
         let scale = self.attn.softmax.sm_scale.to_bits();
         let text = format!(
             "dsa {:?} {scale:08x} {index_n_heads} {index_head_dim} {index_topk} {format} {full_layers:?}",
-            self.geometry
+            self.layer.geometry
         );
         Some(Fingerprint(text.into_bytes()))
     }

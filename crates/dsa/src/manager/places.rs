@@ -7,17 +7,14 @@ use mstar_core::attend::Work;
 use mstar_core::attend::pages::EagerSlotKey;
 use mstar_core::resource::PaddedShape;
 use mstar_core::{Error, PlanId, RequestId, ResourceName, Result, StepSerial};
-use mstar_kernels::plan::{Latents, Plan};
 
 use super::memory::Memory;
-use crate::DsaPlan;
+use crate::Plan;
 
 /// What layers read of a planned label.
 #[derive(Debug)]
 pub(crate) struct Stored {
-    pub(crate) rows: Arc<DsaPlan>,
-    /// Attention of the queries that attend every key they see.
-    pub(crate) dense: Plan<Latents>,
+    pub(crate) plan: Plan,
     pub(crate) memory: Arc<Mutex<Memory>>,
     /// Of selecting in one full layer, and of attending one layer.
     pub(crate) work: (Work, Work),
@@ -99,7 +96,8 @@ impl Places {
     /// Whether a planned step has rows of a request.
     pub(crate) fn names(&self, request: &RequestId) -> bool {
         let planned = |place: &&Place| place.serial.is_some();
-        let names = |place: &Place| place.stored.rows.spans.iter().any(|span| span.request_id == *request);
+        let names =
+            |place: &Place| place.stored.plan.rows().spans.iter().any(|span| span.request_id == *request);
         self.lock().values().filter(planned).any(names)
     }
 

@@ -5,15 +5,22 @@ use mstar_kernels::mla::Geometry;
 
 use crate::DsaPlan;
 
+/// Queries of a row that are selected, and that are not; padding is neither.
+fn counted(plan: &DsaPlan, row: usize) -> (u64, u64) {
+    let queries = plan.qo_indptr[row] as usize..plan.qo_indptr[row + 1] as usize;
+    let selected = plan.row_request[queries.clone()].iter().filter(|&&of| of >= 0).count() as u64;
+    let real = plan.positions[queries].iter().filter(|&&position| position >= 0).count() as u64;
+    (selected, real - selected)
+}
+
 /// Of selecting in one full layer: each row's index keys read once where one of its queries is selected, index queries and
 /// weights read, picks written; a multiplication and an addition for every lane of every scored pair and head.
 pub(crate) fn of_selecting(plan: &DsaPlan, geometry: &Geometry, index: &IndexGeometry) -> Work {
     let (heads, width, topk) =
         (index.index_n_heads as u64, index.index_head_dim as u64, index.index_topk as u64);
     let (mut tokens, mut keys) = (0u64, 0u64);
-    for (row, span) in plan.spans.iter().enumerate() {
-        let queries = &plan.row_request[span.q_start..span.q_start + span.q_len];
-        let selected = queries.iter().filter(|&&of| of >= 0).count() as u64;
+    for row in 0..plan.num_rows() {
+        let selected = counted(plan, row).0;
         tokens += selected;
         keys += if selected > 0 { plan.row_keys[row] as u64 } else { 0 };
     }
@@ -33,13 +40,11 @@ pub(crate) fn of_attending(plan: &DsaPlan, geometry: &Geometry, index: &IndexGeo
     let (width, topk) = (geometry.latent_dim() as u64, index.index_topk as u64);
     let (q_size, kv_size) = (geometry.q_dtype.size() as u64, geometry.kv_dtype.size() as u64);
     let (mut tokens, mut picked, mut latents) = (0u64, 0u64, 0u64);
-    for (row, span) in plan.spans.iter().enumerate() {
-        let queries = &plan.row_request[span.q_start..span.q_start + span.q_len];
-        let selected = queries.iter().filter(|&&of| of >= 0).count() as u64;
-        let dense = span.q_len as u64 - selected;
-        let seen_densely = if dense > 0 { span.ctx_start as u64 + dense } else { 0 };
-        latents += (seen_densely + selected * topk).min(plan.row_keys[row] as u64);
-        tokens += span.q_len as u64;
+    for row in 0..plan.num_rows() {
+        let ((selected, dense), keys) = (counted(plan, row), plan.row_keys[row] as u64);
+        let seen_densely = if dense > 0 { keys.saturating_sub(selected) } else { 0 };
+        latents += (seen_densely + selected * topk).min(keys);
+        tokens += selected + dense;
         picked += selected * topk;
     }
     Work {

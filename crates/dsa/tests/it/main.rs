@@ -8,3 +8,4 @@ mod faults;
 mod oracle;
 mod order;
 mod rig;
+mod wrapper;

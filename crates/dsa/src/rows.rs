@@ -42,7 +42,7 @@ pub struct DsaSpan {
 /// several layers.
 #[derive(Clone, Debug, Default)]
 pub struct DsaPlan {
-    /// The real rows, in packed order.
+    /// The real rows, in packed order; none for rows of a foreign table, which have no names.
     pub spans: Vec<DsaSpan>,
     /// Whether some query sees more than `topk` keys, and so attends a pick.
     pub needs_selection: bool,
@@ -50,6 +50,8 @@ pub struct DsaPlan {
     pub pages: Vec<i32>,
     /// `[R + 1]`: where each row's pages start in `pages`.
     pub row_page_offset: Vec<i32>,
+    /// `[R + 1]`: where each row's queries start.
+    pub qo_indptr: Vec<i32>,
     /// `[R]`: slots of each row's first page before its first kept token.
     pub row_start: Vec<i32>,
     /// `[R]`: keys that each row holds, the step's own included.
@@ -67,6 +69,15 @@ pub struct DsaPlan {
     /// Pairs of a query and a key in one full layer.
     pub work: SparseWork,
     dense: Dense,
+}
+
+/// A row as it came: lengths and places in the stream's own count.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    q_len: usize,
+    kv_len: usize,
+    kv_offset: usize,
+    page_start: usize,
 }
 
 /// Rows whose queries attend all they see; the queries of a row without keys stand for those that are selected.
@@ -96,7 +107,9 @@ impl DsaPlan {
         for list in [&mut self.row_start, &mut self.row_keys, &mut self.row_kept_from] {
             room(list, rows);
         }
-        room(&mut self.row_page_offset, rows + 1);
+        for list in [&mut self.row_page_offset, &mut self.qo_indptr] {
+            room(list, rows + 1);
+        }
         room(&mut self.spans, rows);
         room(&mut self.pages, pages);
         for list in [&mut self.row_request, &mut self.positions, &mut self.alone] {
@@ -118,11 +131,53 @@ impl DsaPlan {
     pub fn make(&mut self, kv: &KvPlan, page_size: usize, topk: usize) {
         self.clear();
         for (index, row) in kv.rows.iter().enumerate() {
-            let real = index < kv.real_rows;
-            let q_start = kv.qo_indptr[index] as usize;
-            self.push(row, kv.pages(index), q_start, real, page_size, topk);
+            let KvRow { q_len, kv_len, kv_offset, page_start, .. } = *row;
+            let of = Row { q_len, kv_len, kv_offset, page_start };
+            let (q_start, pages) = (self.positions.len(), self.pages.len());
+            if index >= kv.real_rows {
+                self.push_padding(of, page_size);
+                continue;
+            }
+            self.push(of, kv.pages(index), page_size, topk);
+            let kept_from = kv_offset + page_start;
+            self.spans.push(DsaSpan {
+                request_id: row.request.clone(),
+                label: row.label.clone(),
+                q_start,
+                q_len,
+                ctx_start: kv_len.saturating_sub(kept_from).saturating_sub(q_len),
+                pages: pages..self.pages.len(),
+                page_start,
+                kept_from,
+            });
         }
-        self.pad(kv.slots.len()); // Behind the last row there may be tokens that are nobody's.
+        self.finish(kv.slots.len(), topk);
+    }
+
+    /// Makes this the plan of the rows of a table that was checked, padded to `tokens` queries.
+    pub(crate) fn make_of(&mut self, table: &PageTable<'_>, page_size: usize, tokens: usize, topk: usize) {
+        self.clear();
+        for row in 0..table.num_rows() {
+            let entries = table.kv_indptr[row] as usize..table.kv_indptr[row + 1] as usize;
+            let pages = &table.kv_indices[entries];
+            let kv_offset = table.kv_offset.map_or(0, |offsets| offsets[row] as usize);
+            let page_start = match pages.len() {
+                0 => 0,
+                _ => table.page_start.map_or(0, |starts| starts[row] as usize),
+            };
+            let slots = match pages.len() {
+                0 => 0,
+                n => (n - 1) * page_size + table.kv_last_page_len[row] as usize,
+            };
+            let q_len = (table.qo_indptr[row + 1] - table.qo_indptr[row]) as usize;
+            let of = Row { q_len, kv_len: kv_offset + slots, kv_offset, page_start };
+            self.push(of, pages, page_size, topk);
+        }
+        self.finish(tokens.max(table.num_tokens()), topk);
+    }
+
+    fn finish(&mut self, tokens: usize, topk: usize) {
+        self.pad(tokens); // Behind the last row there may be tokens that are nobody's.
         self.needs_selection = match planted("dsa-needs-selection-off-by-one") {
             true => self.positions.iter().any(|&position| position as i64 > topk as i64),
             false => self.row_request.iter().any(|&row| row >= 0),
@@ -141,8 +196,10 @@ impl DsaPlan {
         for list in [pages, row_start, row_keys, row_kept_from, row_request, positions, alone] {
             list.clear();
         }
-        self.row_page_offset.clear();
-        self.row_page_offset.push(0);
+        for indptr in [&mut self.row_page_offset, &mut self.qo_indptr] {
+            indptr.clear();
+            indptr.push(0);
+        }
         (self.dense_queries, self.work) = (0, SparseWork::default());
         let dense = &mut self.dense;
         for list in [&mut dense.kv_indices, &mut dense.kv_last_page_len, &mut dense.page_start] {
@@ -155,43 +212,42 @@ impl DsaPlan {
         }
     }
 
-    fn push(
-        &mut self,
-        row: &KvRow,
-        pages: &[i32],
-        q_start: usize,
-        real: bool,
-        page_size: usize,
-        topk: usize,
-    ) {
-        let index = self.row_keys.len() as i32;
+    /// Adds what both kinds of row have; says how many keys it holds.
+    fn push_row(&mut self, row: Row, pages: &[i32]) -> usize {
         let kept_from = row.kv_offset + row.page_start;
         let keys = row.kv_len.saturating_sub(kept_from);
-        let from = self.pages.len();
         self.pages.extend_from_slice(pages);
         self.row_page_offset.push(self.pages.len() as i32);
+        self.qo_indptr.push(self.qo_indptr[self.qo_indptr.len() - 1] + row.q_len as i32);
         let page_start = if planted("dsa-page-start-ignored") { 0 } else { row.page_start };
         self.row_start.push(page_start as i32);
         self.row_keys.push(keys as i32);
         self.row_kept_from.push(kept_from as i32);
-        if !real {
-            self.pad(q_start + row.q_len);
-            self.dense.push(row, &[], row.q_len, 0, page_size);
-            return;
-        }
-        let ctx_start = keys.saturating_sub(row.q_len);
+        keys
+    }
+
+    fn push_padding(&mut self, row: Row, page_size: usize) {
+        self.push_row(row, &[]);
+        self.pad(self.positions.len() + row.q_len);
+        self.dense.push(row, &[], row.q_len, 0, page_size);
+    }
+
+    fn push(&mut self, row: Row, pages: &[i32], page_size: usize, topk: usize) {
+        let index = self.row_keys.len() as i32;
+        let keys = self.push_row(row, pages);
+        // Queries before the first kept key see nothing; only a foreign table has them.
+        let (blind, ctx_start) = (row.q_len.saturating_sub(keys), keys.saturating_sub(row.q_len));
         let planted_more = usize::from(planted("dsa-dense-row-sees-one-more"));
-        let dense = (topk + planted_more).saturating_sub(ctx_start).min(row.q_len);
+        let dense = (topk + planted_more + blind).saturating_sub(ctx_start).min(row.q_len);
         for query in 0..row.q_len {
-            let position = ctx_start + query;
+            let seen = (ctx_start + query + 1).saturating_sub(blind);
             let forgets = query >= dense && planted("dsa-prefix-forgotten");
             self.row_request.push(if query < dense { -1 } else { index });
             self.alone.push(if query < dense { -1 } else { 0 });
-            self.positions.push(if forgets { query } else { position } as i32);
-            let seen = position as u64 + 1;
-            self.work.dense += seen;
-            self.work.attended += if query < dense { seen } else { topk as u64 };
-            self.work.scored += if query < dense { 0 } else { seen };
+            self.positions.push(if forgets { query as i32 } else { seen as i32 - 1 });
+            self.work.dense += seen as u64;
+            self.work.attended += if query < dense { seen as u64 } else { topk as u64 };
+            self.work.scored += if query < dense { 0 } else { seen as u64 };
         }
         self.dense_queries += dense;
         let selected = row.q_len - dense;
@@ -201,16 +257,6 @@ impl DsaPlan {
         if selected > 0 {
             self.dense.push(row, &[], selected, 0, page_size);
         }
-        self.spans.push(DsaSpan {
-            request_id: row.request.clone(),
-            label: row.label.clone(),
-            q_start,
-            q_len: row.q_len,
-            ctx_start,
-            pages: from..self.pages.len(),
-            page_start: row.page_start,
-            kept_from,
-        });
     }
 
     /// `T`: queries, padding among them.
@@ -252,7 +298,7 @@ impl DsaPlan {
 
 impl Dense {
     /// A row of `q_len` queries that ends at `kv_len`, in the stream's own count.
-    fn push(&mut self, row: &KvRow, pages: &[i32], q_len: usize, kv_len: usize, page_size: usize) {
+    fn push(&mut self, row: Row, pages: &[i32], q_len: usize, kv_len: usize, page_size: usize) {
         let slots = if pages.is_empty() { 0 } else { kv_len.saturating_sub(row.kv_offset) };
         let used = slots.div_ceil(page_size.max(1));
         self.kv_indices.extend_from_slice(&pages[..used]);

@@ -1,0 +1,183 @@
+//! The wrapper level: a batch on foreign page tables, checked once; who of it is selected and what the others attend.
+
+use std::sync::Arc;
+
+use mstar_core::kv::KvPlan;
+use mstar_kernels::dsa::{KeyFormat, select_workspace_bytes, sparse_workspace_bytes};
+use mstar_kernels::mla::{Geometry, Variant};
+use mstar_kernels::paged::PageTable;
+use mstar_kernels::plan::{Latents, PlanOptions};
+use mstar_kernels::{Error, paged};
+
+use crate::{DsaPlan, Result};
+
+/// The indexer of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Indexer {
+    /// `Hi`.
+    pub index_n_heads: usize,
+    /// `Di`.
+    pub index_head_dim: usize,
+    /// `K`: keys that a query attends at the most.
+    pub index_topk: usize,
+    /// How a key lies in its slot.
+    pub format: KeyFormat,
+}
+
+/// The layer that a batch is planned for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Layer {
+    /// Latents and heads.
+    pub geometry: Geometry,
+    /// Factor of the dot product; finite. As for latent attention it has no default.
+    pub sm_scale: f32,
+    /// The indexer.
+    pub indexer: Indexer,
+}
+
+impl Layer {
+    fn check(&self) -> Result<()> {
+        self.geometry.check()?;
+        let refuse =
+            |name, why: &str, got: String| Err(Error::Parameter { name, why: why.into(), got }.into());
+        if !self.sm_scale.is_finite() {
+            return refuse("sm_scale", "must be finite", self.sm_scale.to_string());
+        }
+        let topk = self.indexer.index_topk;
+        if !(1..=i32::MAX as usize).contains(&topk) {
+            return refuse("index_topk", "must be 1..=2147483647", topk.to_string());
+        }
+        Ok(())
+    }
+}
+
+/// A checked batch: its rows, and the work of those that attend all they see. It owns what it needs: the table may go.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    layer: Layer,
+    rows: Arc<DsaPlan>,
+    dense: mstar_kernels::plan::Plan<Latents>,
+}
+
+impl Plan {
+    /// Checks and plans the rows of a table. They are causal; a table's masks are refused. A capacity is the batch's own:
+    /// a row that crosses `topk` is still one row of it.
+    ///
+    /// # Errors
+    /// A layer, table or mask that is refused, with the parameter, or the array, the row and the value; a batch larger than
+    /// the capacity.
+    pub fn new(layer: &Layer, table: &PageTable<'_>, options: &PlanOptions) -> Result<Plan> {
+        layer.check()?;
+        if table.mask.is_some() {
+            let why = "sparse attention has no masks; leave it out".into();
+            return Err(Error::Parameter { name: "mask", why, got: "a mask".into() }.into());
+        }
+        table.check(&one_head(&layer.geometry))?;
+        let tokens = options.capacity.map_or(0, |capacity| capacity.tokens);
+        let mut rows = DsaPlan::default();
+        rows.make_of(table, layer.geometry.page_size, tokens, layer.indexer.index_topk);
+        Plan::of_rows(layer, Arc::new(rows), None, table.num_pages, options)
+    }
+
+    /// The plan of rows that were made already, in the memory of `before`.
+    fn of_rows(
+        layer: &Layer,
+        rows: Arc<DsaPlan>,
+        before: Option<mstar_kernels::plan::Plan<Latents>>,
+        num_pages: usize,
+        options: &PlanOptions,
+    ) -> Result<Plan> {
+        let mut options = *options;
+        if let Some(capacity) = &mut options.capacity {
+            capacity.rows = capacity.rows.saturating_mul(2);
+        }
+        let variant = Variant { sm_scale: layer.sm_scale, causal: true };
+        let table = rows.dense(num_pages);
+        let dense = match before {
+            Some(mut dense) => {
+                dense.replan(&layer.geometry, &variant, &table, &options)?;
+                dense
+            }
+            None => mstar_kernels::plan::Plan::new(&layer.geometry, &variant, &table, &options)?,
+        };
+        Ok(Plan { layer: *layer, rows, dense })
+    }
+
+    /// The plan of a cache's own rows, in the memory of `before`; `room` is rows, tokens and page ids to have room for.
+    pub(crate) fn of_cache(
+        layer: &Layer,
+        kv: &KvPlan,
+        before: Option<Plan>,
+        room: (usize, usize, usize),
+        num_pages: usize,
+        options: &PlanOptions,
+    ) -> Result<Plan> {
+        let (mut rows, dense) = before.map_or_else(Default::default, |plan| (plan.rows, Some(plan.dense)));
+        // Copied when somebody still looks at the rows before.
+        let made = Arc::make_mut(&mut rows);
+        if room.0 > 0 {
+            made.reserve(room.0, room.1, room.2);
+        }
+        made.make(kv, layer.geometry.page_size, layer.indexer.index_topk);
+        Plan::of_rows(layer, rows, dense, num_pages, options)
+    }
+
+    /// The layer planned for. There is no way to give a run another.
+    pub fn layer(&self) -> &Layer {
+        &self.layer
+    }
+
+    /// The rows.
+    pub fn rows(&self) -> &Arc<DsaPlan> {
+        &self.rows
+    }
+
+    /// Whether some query sees more than `topk` keys, and so attends a pick.
+    pub fn needs_selection(&self) -> bool {
+        self.rows.needs_selection
+    }
+
+    /// `T`: query tokens that a run takes, padding included.
+    pub fn num_tokens(&self) -> usize {
+        self.rows.num_tokens()
+    }
+
+    /// Bytes of scratch that [`select_picks`](crate::select_picks) and [`attend`](crate::attend) need, one after the other.
+    pub fn workspace_bytes(&self) -> usize {
+        let dense = self.dense.workspace_bytes();
+        if !self.needs_selection() {
+            return dense;
+        }
+        let workers = self.workers();
+        dense.max(sparse_scratch(&self.layer, self.num_tokens(), self.rows.max_keys(), workers))
+    }
+
+    /// Threads that a run may use.
+    pub fn workers(&self) -> usize {
+        self.dense.workers()
+    }
+
+    pub(crate) fn dense(&self) -> &mstar_kernels::plan::Plan<Latents> {
+        &self.dense
+    }
+}
+
+/// Scratch of selecting, and of attending picks.
+pub(crate) fn sparse_scratch(layer: &Layer, tokens: usize, keys: usize, workers: usize) -> usize {
+    let Indexer { index_n_heads, index_head_dim, index_topk, .. } = layer.indexer;
+    let select = select_workspace_bytes(tokens, keys, index_n_heads, index_head_dim, index_topk, workers);
+    select.max(sparse_workspace_bytes(&layer.geometry, index_topk, workers))
+}
+
+/// Latents as one key head: what a page table is checked against.
+fn one_head(geometry: &Geometry) -> paged::Geometry {
+    paged::Geometry {
+        num_qo_heads: geometry.num_qo_heads,
+        num_kv_heads: 1,
+        head_dim_qk: geometry.latent_dim(),
+        head_dim_vo: geometry.kv_lora_rank,
+        page_size: geometry.page_size,
+        q_dtype: geometry.q_dtype,
+        kv_dtype: geometry.kv_dtype,
+    }
+}
