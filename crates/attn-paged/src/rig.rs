@@ -69,6 +69,7 @@ pub(crate) fn context(name: &str, kv: &Arc<PagedKvCache>, softmax: &Softmax) -> 
         geometry: AttnGeometry::over(kv.config(), H, DType::F32, softmax.clone()),
         device: Device::Cpu,
         kv_cache: Some(Arc::clone(kv) as Arc<dyn PagedKv>),
+        ring: None,
         query_from: None,
         slots: 2,
         largest: None,

@@ -34,6 +34,7 @@ fn model(pages: usize) -> (Engine, Arc<dyn Attention>) {
             geometry,
             device: Device::Cpu,
             kv_cache: Some(kv.clone() as Arc<dyn PagedKv>),
+            ring: None,
             query_from: None,
             slots: 2,
             largest: None,

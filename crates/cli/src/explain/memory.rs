@@ -4,7 +4,7 @@
 //! that a spec whose size no machine has is told its size.
 
 use mstar_core::attend::{IndexStore, StepShape};
-use mstar_core::kv::{KvConfig, KvLayout};
+use mstar_core::kv::{KvConfig, KvLayout, RingConfig};
 use mstar_core::spec::Spec;
 use mstar_kernels::DType;
 
@@ -53,6 +53,9 @@ impl Estimate {
             if kv.host_pages > 0 {
                 pool(&mut lines, name.as_str(), &kv.config, kv.host_pages, true);
             }
+        }
+        for (name, ring) in spec.rings() {
+            worlds(&mut lines, name.as_str(), &ring.config);
         }
         if let (Some(largest), Some(widths)) = (largest_step(spec, requests), Widths::of(spec, requests)) {
             forward(&mut lines, &widths);
@@ -119,6 +122,26 @@ fn pool(lines: &mut Vec<Line>, name: &str, kv: &KvConfig, pages: usize, host: bo
             plane.dtype,
             plane.layer_count(kv.num_layers),
         );
+    }
+}
+
+/// Every world of a ring, by the frames that its layers keep.
+fn worlds(lines: &mut Vec<Line>, name: &str, ring: &RingConfig) {
+    let groups = ring.groups();
+    let RingConfig { num_worlds: w, tokens_per_frame: f, num_kv_heads: g, .. } = *ring;
+    let (d, dv, size) = (ring.head_dim, ring.head_dim_vo, ring.dtype.size());
+    for (group, geometry) in groups.geometries.iter().enumerate() {
+        let layers = groups.of_layer.iter().filter(|&&of| of == group).count();
+        let frames = geometry.ring_frames;
+        lines.push(Line {
+            what: format!("{name}: worlds, {frames} frames and scratch"),
+            how: format!(
+                "L {layers} x worlds {w} x ({frames} + 1) x F {f} x G {g} x (D {d} + Dv {dv}) x {size} B"
+            ),
+            bytes: [layers, w, geometry.frames(), f, g, d + dv, size].iter().map(|&n| n as u128).product(),
+            key: format!("resources.{name}.num_worlds"),
+            at_most: false,
+        });
     }
 }
 
@@ -232,7 +255,7 @@ impl Places {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use mstar_core::kv::PlaneConfig;
+    use mstar_core::kv::{PlaneConfig, RingCache, RingGeometry};
 
     #[test]
     fn a_pool_is_what_the_store_allocates() {
@@ -250,5 +273,19 @@ mod tests {
             assert_eq!(estimate.total(), kv.memory_bytes().unwrap() as u128);
             assert_eq!(estimate.lines.len(), 2);
         }
+    }
+
+    #[test]
+    fn worlds_are_what_a_ring_allocates() {
+        let wide = RingGeometry { ring_frames: 3, ring_buckets: 2, pinned_dilation: 4 };
+        let layers = vec![RingGeometry::last(2), RingGeometry::last(2), wide];
+        let mut ring = RingConfig::new(layers, 128, 16, DType::Bf16);
+        (ring.num_worlds, ring.num_kv_heads, ring.head_dim_vo) = (3, 2, 24);
+        let mut lines = Vec::new();
+        worlds(&mut lines, "ring", &ring);
+        let estimate = Estimate { lines };
+        assert_eq!((estimate.total(), estimate.lines.len()), (ring.memory_bytes().unwrap() as u128, 2));
+        let made = RingCache::new("ring".into(), ring.clone()).unwrap();
+        assert_eq!(estimate.total(), made.bytes() as u128);
     }
 }

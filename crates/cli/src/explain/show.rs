@@ -1,7 +1,7 @@
 //! A prepared spec in words and in JSON.
 
 use mstar_core::attend::{IndexStore, Rank};
-use mstar_core::kv::{KvConfig, KvLayout};
+use mstar_core::kv::{KvConfig, KvLayout, RingConfig, RingGeometry};
 use mstar_core::spec::{Fallback, KernelFamily, ResourceKind, ResourceSpec, Schedule};
 use mstar_kernels::Device;
 use serde_json::{Value, json};
@@ -173,13 +173,34 @@ fn describe(resource: &ResourceSpec) -> String {
             dsa.index.index_topk,
             dsa.index.full_layers.len()
         ),
-        ResourceKind::Ring(ring) => format!(
-            "ring, {} frames of {} tokens, {} worlds, {}",
-            ring.ring_frames, ring.tokens_per_frame, ring.num_worlds, ring.dtype
-        ),
+        ResourceKind::Ring(ring) => format!("ring, {}", frames(&ring.config)),
         _ => resource.kind.name().to_string(),
     };
     text + &after
+}
+
+fn frames(ring: &RingConfig) -> String {
+    let groups = ring.groups();
+    let each = groups.geometries.iter().enumerate().map(|(group, geometry)| {
+        let layers = groups.of_layer.iter().filter(|&&of| of == group).count();
+        let RingGeometry { ring_frames, ring_buckets, pinned_dilation } = geometry;
+        match (ring_buckets == ring_frames, pinned_dilation) {
+            (true, 1) => format!("{layers} layers keep the last {ring_frames} frames"),
+            _ => format!(
+                "{layers} layers keep {ring_buckets} frames, one in {pinned_dilation}, in {ring_frames} slots"
+            ),
+        }
+    });
+    let each: Vec<String> = each.collect();
+    format!(
+        "{} worlds, frames of {} tokens, {} heads of {}, {}: {}",
+        ring.num_worlds,
+        ring.tokens_per_frame,
+        ring.num_kv_heads,
+        ring.head_dim,
+        ring.dtype,
+        each.join(", ")
+    )
 }
 
 fn cache(kv: &KvConfig) -> String {

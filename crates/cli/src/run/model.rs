@@ -73,6 +73,7 @@ impl Model {
                 geometry: geometry.clone(),
                 device,
                 kv_cache: find(&caches, kv_cache),
+                ring: None,
                 query_from: find(&caches, query_from),
                 slots,
                 largest,

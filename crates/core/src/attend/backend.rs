@@ -9,7 +9,7 @@ use std::sync::Arc;
 use mstar_kernels::{DType, Device};
 
 use super::{Attention, SparseFactory};
-use crate::kv::{KvConfig, KvLayout, PagedKv};
+use crate::kv::{KvConfig, KvLayout, PagedKv, RingKv};
 use crate::spec::{Fallback, Faults, Node, Schedule};
 use crate::{ResourceName, Result};
 
@@ -147,6 +147,8 @@ pub struct BuildContext {
     pub device: Device,
     /// The cache it attends.
     pub kv_cache: Option<Arc<dyn PagedKv>>,
+    /// The ring it attends, where the spec's `kv_cache` names one.
+    pub ring: Option<Arc<dyn RingKv>>,
     /// The cache whose plan packs its queries; `None` where the step does, or its own cache's plan.
     pub query_from: Option<Arc<dyn PagedKv>>,
     /// Buffer sets of the engine.

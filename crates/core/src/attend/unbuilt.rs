@@ -132,6 +132,7 @@ mod tests {
             geometry: geometry(),
             device: Device::Cpu,
             kv_cache: None,
+            ring: None,
             query_from: None,
             slots: 1,
             largest: None,

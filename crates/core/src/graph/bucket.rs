@@ -101,18 +101,23 @@ pub fn step_shape(step: &Step) -> PaddedShape {
             Declaration::Kv(kv) => kv_shape(kv, &mut most),
             Declaration::Attention(attention) => {
                 let queries = attention.queries.iter().flatten();
-                let mut labels: BTreeMap<&Label, PaddedShape> = BTreeMap::new();
-                for segment in queries {
-                    add(
-                        labels.entry(&segment.label).or_insert(PaddedShape { rows: 0, tokens: 0 }),
-                        segment.span,
-                    );
-                }
-                labels.values().for_each(|shape| widen(&mut most, *shape));
+                widen_by(&mut most, queries.map(|segment| (&segment.label, segment.span)));
+            }
+            Declaration::Ring(ring) => {
+                widen_by(&mut most, ring.segments.iter().map(|segment| (&segment.label, segment.span)));
             }
         }
     }
     most
+}
+
+/// Widens `most` to the rows and tokens of each label.
+fn widen_by<'a>(most: &mut PaddedShape, spans: impl Iterator<Item = (&'a Label, usize)>) {
+    let mut labels: BTreeMap<&Label, PaddedShape> = BTreeMap::new();
+    for (label, span) in spans {
+        add(labels.entry(label).or_insert(PaddedShape { rows: 0, tokens: 0 }), span);
+    }
+    labels.values().for_each(|shape| widen(most, *shape));
 }
 
 fn kv_shape(kv: &KvStep, most: &mut PaddedShape) {

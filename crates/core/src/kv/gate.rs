@@ -95,7 +95,25 @@ impl Gate {
         extent: Extent,
         write: impl FnOnce() -> T,
     ) -> Result<T, Barred> {
-        let mut state = self.copied(memory)?;
+        let state = self.copied(memory)?;
+        self.enter_from(state, extent, write)
+    }
+
+    /// As [`Gate::pass`], of a step that has no copies to make.
+    pub(super) fn enter<T>(&self, extent: Extent, write: impl FnOnce() -> T) -> Result<T, Barred> {
+        let state = self.lock();
+        if state.closed {
+            return Err(Barred::Closed);
+        }
+        self.enter_from(state, extent, write)
+    }
+
+    fn enter_from<T>(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        extent: Extent,
+        write: impl FnOnce() -> T,
+    ) -> Result<T, Barred> {
         if state.inside.contains(&extent) {
             return Err(Barred::Busy);
         }

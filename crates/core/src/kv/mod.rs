@@ -18,6 +18,7 @@
 //! | `gate` | copies before writes, writes before the end |
 //! | `plan` | packed rows and page tables |
 //! | `requests`, `offload` | ingest, reset, remove; to the host and back |
+//! | `ring` | a cache that is overwritten in place, frame by frame |
 //! | `events`, `stats` | what happened, and how much |
 //! | `store`, `resource`, `view` | the store, the resource over it, and what backends see |
 
@@ -34,6 +35,7 @@ mod prefix;
 mod requests;
 mod reserve;
 mod resource;
+mod ring;
 mod settle;
 mod stats;
 mod store;
@@ -48,6 +50,10 @@ pub use plan::{KvPlan, KvRow};
 pub use prefix::{Namespace, PageHash, PageKey};
 pub use reserve::PageNeed;
 pub use resource::PagedKvCache;
+pub use ring::{
+    Phase, RING_BLOCK, RingBlocks, RingCache, RingConfig, RingGeometry, RingGroups, RingKv, RingLayer,
+    RingPlan, RingRow, RingView, VisibleFrames, WorldSnapshot,
+};
 pub use stats::{KvStats, StreamState};
 pub use store::PagedStore;
 pub use view::{KvEntries, LayerView, PagedKv};

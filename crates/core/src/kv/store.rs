@@ -442,7 +442,7 @@ impl PagedStore {
 }
 
 /// Why a step's gate let nobody in.
-fn barred_from(serial: StepSerial, barred: &Barred) -> Error {
+pub(super) fn barred_from(serial: StepSerial, barred: &Barred) -> Error {
     let why = match barred {
         Barred::Closed => format!("step {serial} is not outstanding; admit and plan it first"),
         Barred::Busy => {

@@ -67,11 +67,27 @@ pub enum RefusalReason {
         /// The request.
         request: RequestId,
     },
+    /// No world of a ring is free for a request that has none yet.
+    NoWorldFree {
+        /// The first request that could not be given one.
+        request: RequestId,
+        /// Worlds missing.
+        worlds_short: usize,
+        /// Worlds that the whole step needs beside those that its requests hold.
+        worlds_needed: usize,
+        /// Worlds of the ring, free or held.
+        worlds_total: usize,
+    },
+    /// The request's world is being emptied, saved or restored.
+    WorldBusy {
+        /// The request.
+        request: RequestId,
+    },
     /// A ring's clock advances by one frame at a time.
     RingClock {
         /// The request.
         request: RequestId,
-        /// The frame that may be committed next.
+        /// The frame that may be passed, and committed, next.
         expected: u64,
         /// The frame asked for.
         got: u64,
@@ -115,8 +131,18 @@ impl fmt::Display for RefusalReason {
                 )
             }
             RefusalReason::RequestOffloading { request } => write!(f, "request {request} is offloaded"),
+            RefusalReason::NoWorldFree { request, worlds_short, worlds_needed, worlds_total } => {
+                write!(
+                    f,
+                    "request {request} is {worlds_short} worlds short of the {worlds_needed} that the step needs; the \
+                     ring has {worlds_total}"
+                )
+            }
+            RefusalReason::WorldBusy { request } => {
+                write!(f, "the world of request {request} is being emptied, saved or restored")
+            }
             RefusalReason::RingClock { request, expected, got } => {
-                write!(f, "request {request} committed frame {got}, the next one is {expected}")
+                write!(f, "request {request} passes frame {got}, the next one is {expected}")
             }
             RefusalReason::NoBucket { rows, tokens } => {
                 write!(f, "no captured bucket holds {rows} rows of {tokens} tokens")

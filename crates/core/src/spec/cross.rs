@@ -55,6 +55,19 @@ pub(super) fn check(spec: &Spec, root: &Node, faults: &Faults) {
         let why = format!("{has}, and a step's keys and values are {step}; write {step}, or change dtype");
         faults.push(at(&["resources", name.as_str(), "dtype"]).error(why));
     }
+    for (name, ring) in spec.rings() {
+        if ring.config.dtype != spec.dtype {
+            let (has, step) = (ring.config.dtype, spec.dtype);
+            let why =
+                format!("{has}, and a step's keys and values are {step}; write {step}, or change dtype");
+            faults.push(at(&["resources", name.as_str(), "dtype"]).error(why));
+        }
+        for (cache, _) in spec.caches().filter(|(_, kv)| kv.config.prefix_cache) {
+            let node = at(&["resources", cache.as_str(), "prefix_cache"]);
+            let why = format!("a matched prefix would skip frames that {name} must hold; write false");
+            faults.push(node.error(why));
+        }
+    }
     for resource in &spec.resources {
         if let ResourceKind::Dsa(dsa) = &resource.kind
             && !cache_is(spec, &dsa.kv_cache, |layout| matches!(layout, KvLayout::Mla { .. }))

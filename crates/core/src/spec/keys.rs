@@ -93,7 +93,23 @@ pub static DSA: Section = Section {
 /// A resource whose kind is a ring of frames.
 pub static RING: Section = Section {
     name: "a resource of kind ring",
-    keys: &["kind", "depends_on", "dtype", "ring_frames", "tokens_per_frame", "num_worlds"],
+    keys: &[
+        "kind",
+        "depends_on",
+        "dtype",
+        "tokens_per_frame",
+        "num_worlds",
+        "ring_frames",
+        "ring_buckets",
+        "pinned_dilation",
+        "layers",
+    ],
+};
+
+/// One run of a ring's `layers`.
+pub static RING_LAYERS: Section = Section {
+    name: "a run of a ring's layers",
+    keys: &["count", "ring_frames", "ring_buckets", "pinned_dilation"],
 };
 
 /// `graph`.
@@ -173,6 +189,7 @@ static ALL: &[&Section] = &[
     &ATTENTION,
     &DSA,
     &RING,
+    &RING_LAYERS,
     &GRAPH,
     &TRACE,
     &SYNTHETIC,

@@ -48,6 +48,7 @@ mod node;
 #[cfg(feature = "yaml")]
 mod overrides;
 pub mod resources;
+mod ring;
 mod scalar;
 mod settled;
 pub mod workload;
@@ -61,7 +62,8 @@ pub use model::{ModelSpec, RankHeads};
 pub use node::{Entry, Node, Place, Scalar, Value};
 #[cfg(feature = "yaml")]
 pub use overrides::set;
-pub use resources::{AttentionSpec, DsaSpec, KvSpec, ResourceKind, ResourceSpec, RingSpec};
+pub use resources::{AttentionSpec, DsaSpec, KvSpec, ResourceKind, ResourceSpec};
+pub use ring::RingSpec;
 pub use settled::{DeviceChoice, Fallback, GraphSpec, KernelFamily, Schedule, Spec};
 pub use workload::WorkloadSpec;
 

@@ -4,6 +4,7 @@ use mstar_kernels::DType;
 
 use super::model::ModelSpec;
 use super::node::clip;
+use super::ring::RingSpec;
 use super::{Fields, Node, keys};
 use crate::ResourceName;
 use crate::attend::{IndexFormat, IndexGeometry, IndexStore};
@@ -83,19 +84,6 @@ pub struct DsaSpec {
     pub kv_cache: ResourceName,
     /// `index_n_heads`, `index_head_dim`, `index_topk`, `index_dtype`, `index_store` and `full_layers`.
     pub index: IndexGeometry,
-}
-
-/// A ring of frames.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RingSpec {
-    /// `dtype`; the spec's unless said.
-    pub dtype: DType,
-    /// `ring_frames`: frames that each layer keeps.
-    pub ring_frames: usize,
-    /// `tokens_per_frame`: a multiple of 128.
-    pub tokens_per_frame: usize,
-    /// `num_worlds`: requests that may hold a span.
-    pub num_worlds: usize,
 }
 
 /// What resources are read against: values of the spec's other sections.
@@ -407,23 +395,11 @@ fn read_dsa(
 }
 
 fn read_ring(
-    mut f: Fields<'_>,
+    f: Fields<'_>,
     around: Surroundings<'_>,
     _: &mut Names<'_>,
     _: &super::Faults,
 ) -> Option<ResourceKind> {
-    let dtype = f.word_or("dtype", around.dtype, FLOATS);
-    let ring_frames = f.count("ring_frames", 1..=65_536);
-    let tokens_per_frame = f.count("tokens_per_frame", 1..=1 << 20);
-    let num_worlds = f.count_or("num_worlds", 1, 1..=65_536);
-    if let Some(tokens) = tokens_per_frame.filter(|tokens| tokens % 128 != 0) {
-        f.fault_at("tokens_per_frame", format!("expected a multiple of 128, got {tokens}"));
-    }
-    f.finish("here");
-    Some(ResourceKind::Ring(RingSpec {
-        dtype,
-        ring_frames: ring_frames?,
-        tokens_per_frame: tokens_per_frame?,
-        num_worlds,
-    }))
+    let Surroundings { dtype, model, world_size } = around;
+    super::ring::read(f, dtype, model, world_size, MAX_POOL_BYTES).map(ResourceKind::Ring)
 }

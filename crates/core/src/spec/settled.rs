@@ -314,6 +314,14 @@ impl Spec {
         })
     }
 
+    /// The rings, in order.
+    pub fn rings(&self) -> impl Iterator<Item = (&ResourceName, &super::RingSpec)> {
+        self.resources.iter().filter_map(|resource| match &resource.kind {
+            ResourceKind::Ring(ring) => Some((&resource.name, ring)),
+            _ => None,
+        })
+    }
+
     /// The attention resources, in order.
     pub fn attentions(&self) -> impl Iterator<Item = (&ResourceName, &resources::AttentionSpec)> {
         self.resources.iter().filter_map(|resource| match &resource.kind {

@@ -73,6 +73,28 @@ pub struct AttentionStep {
     pub masks: Vec<RowMask>,
 }
 
+/// One pass over one frame of a ring. A request has one world, so it passes at most one frame a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RingSegment {
+    /// Whose world; it claims one at its first admission.
+    pub request: RequestId,
+    /// The plan label that packs it. A world has no streams: labels only group passes into plans.
+    pub label: Label,
+    /// Query tokens, which are the frame: the ring's `tokens_per_frame`.
+    pub span: usize,
+    /// The frame's number in its world: as many as the request has committed. Passes that do not commit may repeat it.
+    pub frame_pos: u64,
+    /// Whether the step's commit keeps the frame. A pass that does not (a denoise step) is overwritten by the next.
+    pub commit: bool,
+}
+
+/// What a step does to a ring of frames.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RingStep {
+    /// Passes, in packed order within each label.
+    pub segments: Vec<RingSegment>,
+}
+
 /// Which keys one row's queries may see, such as the ancestors in a draft tree of speculative decoding. A key is seen
 /// when the mask, causality and the window all allow it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -103,6 +125,8 @@ pub enum Declaration {
     Kv(KvStep),
     /// For an attention resource.
     Attention(AttentionStep),
+    /// For a ring of frames.
+    Ring(RingStep),
 }
 
 /// What one forward does. Resources that are not named take part with their defaults.
@@ -138,6 +162,7 @@ impl Step {
                 let queries = attention.queries.iter().flatten().map(|segment| &segment.request);
                 attention.masks.iter().map(|mask| &mask.request).chain(queries).any(|named| named == request)
             }
+            Declaration::Ring(ring) => ring.segments.iter().any(|segment| segment.request == *request),
         })
     }
 
@@ -145,6 +170,14 @@ impl Step {
     pub fn kv(&self, resource: &ResourceName) -> Option<&KvStep> {
         match self.resources.get(resource) {
             Some(Declaration::Kv(kv)) => Some(kv),
+            _ => None,
+        }
+    }
+
+    /// What the step does to the ring `resource`, if anything.
+    pub fn ring(&self, resource: &ResourceName) -> Option<&RingStep> {
+        match self.resources.get(resource) {
+            Some(Declaration::Ring(ring)) => Some(ring),
             _ => None,
         }
     }

@@ -554,15 +554,13 @@ fn other_kinds_of_resource_are_checked() {
             |_| vec!["accepted".to_string()],
         )
     };
-    assert_eq!(with("{ kind: ring, ring_frames: 4, tokens_per_frame: 128 }"), ["accepted"]);
-    assert_eq!(
-        with("{ kind: ring, ring_frames: 4, tokens_per_frame: 100 }"),
-        ["resources.other.tokens_per_frame: expected a multiple of 128, got 100"]
-    );
     let dsa = "kind: dsa, index_n_heads: 4, index_head_dim: 32, index_topk: 16";
     assert_eq!(
         with(&format!("{{ {dsa}, kv_cache: kv }}")),
-        ["resources.other.kv_cache: kv is not a kv cache of layout mla"]
+        [
+            "resources.kv.retention: other scores every token; remove retention",
+            "resources.other.kv_cache: kv is not a kv cache of layout mla",
+        ]
     );
     assert_eq!(
         with(&format!("{{ {dsa} }}")),
@@ -640,3 +638,4 @@ fn a_file_that_is_no_spec_is_one_line() {
 }
 
 mod fuzz;
+mod ring;

@@ -101,6 +101,7 @@ impl Setup {
             geometry: AttnGeometry::over(&self.config(), H, self.dtype, Softmax::scaled(SCALE)),
             device: Device::Cpu,
             kv_cache: kv.map(|kv| kv as Arc<dyn PagedKv>),
+            ring: None,
             query_from: None,
             slots: 2,
             largest: self.largest,

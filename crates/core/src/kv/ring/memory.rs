@@ -1,0 +1,250 @@
+//! The keys and values of a ring: one buffer each for every layer, and the copies between frames of one world.
+//!
+//! Who may touch which frame when is the ledger's business. This room promises that nothing but the frames named is
+//! touched, and takes every address from a checked view.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use mstar_kernels::cpu::scatter::scatter;
+use mstar_kernels::mutant::planted;
+use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef};
+
+use super::{RingConfig, RingGeometry, RingLayer};
+use crate::Result;
+
+/// One layer's memory.
+#[derive(Debug)]
+struct Layer {
+    geometry: RingGeometry,
+    k: Buffer,
+    v: Buffer,
+}
+
+/// All layers of a ring.
+#[derive(Debug)]
+pub(super) struct RingMemory {
+    layers: Vec<Layer>,
+    config: Arc<RingConfig>,
+    /// `0..F`: where a frame's tokens go in the frame.
+    order: Vec<i64>,
+}
+
+/// Keys, or values.
+#[derive(Clone, Copy)]
+enum Part {
+    Keys,
+    Values,
+}
+
+impl RingMemory {
+    /// Zeroed memory for a checked geometry: exactly [`RingConfig::memory_bytes`].
+    pub(super) fn new(config: &Arc<RingConfig>) -> Result<RingMemory> {
+        config.check()?;
+        let layers = config.layers.iter().map(|&geometry| {
+            let (tokens, heads) = (config.layer_tokens(&geometry), config.num_kv_heads);
+            let buffer = |width| Buffer::for_tensor(config.dtype, &[tokens, heads, width]);
+            Ok(Layer { geometry, k: buffer(config.head_dim)?, v: buffer(config.head_dim_vo)? })
+        });
+        let layers = layers.collect::<Result<_>>()?;
+        let order = (0..config.tokens_per_frame as i64).collect();
+        Ok(RingMemory { layers, config: Arc::clone(config), order })
+    }
+
+    /// Bytes allocated.
+    pub(super) fn allocated(&self) -> usize {
+        self.layers.iter().map(|layer| layer.k.len() + layer.v.len()).sum()
+    }
+
+    fn find(&self, layer: usize) -> Result<&Layer> {
+        self.layers.get(layer).ok_or_else(|| {
+            let why = format!("the ring has {} layers", self.layers.len());
+            KernelError::Parameter { name: "layer", why, got: layer.to_string() }.into()
+        })
+    }
+
+    fn part<'a>(&self, layer: &'a Layer, part: Part) -> (&'a Buffer, usize) {
+        match part {
+            Part::Keys => (&layer.k, self.config.head_dim),
+            Part::Values => (&layer.v, self.config.head_dim_vo),
+        }
+    }
+
+    /// One layer, all worlds.
+    pub(super) fn layer(&self, layer: usize) -> Result<RingLayer<'_>> {
+        let layer = self.find(layer)?;
+        let (tokens, heads, dtype) =
+            (self.config.layer_tokens(&layer.geometry), self.config.num_kv_heads, self.config.dtype);
+        Ok(RingLayer {
+            k: layer.k.tensor(0, dtype, &[tokens, heads, self.config.head_dim])?,
+            v: layer.v.tensor(0, dtype, &[tokens, heads, self.config.head_dim_vo])?,
+        })
+    }
+
+    /// Refuses keys and values that are not `rows` frames of this ring's.
+    pub(super) fn check_frames(
+        &self,
+        layer: usize,
+        rows: usize,
+        k: &TensorRef<'_>,
+        v: &TensorRef<'_>,
+    ) -> Result<()> {
+        self.find(layer)?;
+        let RingConfig { tokens_per_frame, num_kv_heads, head_dim, head_dim_vo, dtype, .. } = *self.config;
+        let extents = |width| [Some(rows * tokens_per_frame), Some(num_kv_heads), Some(width)];
+        k.expect("k", "[R * F, G, D]", &extents(head_dim), Some(dtype), Device::Cpu)?;
+        Ok(v.expect("v", "[R * F, G, Dv]", &extents(head_dim_vo), Some(dtype), Device::Cpu)?)
+    }
+
+    /// Writes row `row` of checked frames to a world's scratch.
+    ///
+    /// The caller is the only one who touches that scratch in this layer meanwhile: it is in the gate of the one step
+    /// that runs, whose plan lists the world once.
+    pub(super) fn write(
+        &self,
+        layer: usize,
+        world: usize,
+        row: usize,
+        (k, v): (TensorRef<'_>, TensorRef<'_>),
+        stream: &Stream,
+    ) -> Result<()> {
+        let layer = self.find(layer)?;
+        let (f, scratch) = (self.config.tokens_per_frame, layer.geometry.ring_frames);
+        for (part, entries) in [(Part::Keys, k), (Part::Values, v)] {
+            // SAFETY: the scratch is the caller's alone.
+            let to = unsafe { self.frames_mut(layer, part, world, scratch..scratch + 1)? };
+            scatter(stream, &self.order, entries.narrow(0, row * f, f)?, to)?;
+        }
+        Ok(())
+    }
+
+    /// Copies a world's scratch to the slot that frame `frame_pos` takes, in every layer that keeps it. Nobody else
+    /// touches the world meanwhile.
+    pub(super) fn keep(&self, world: usize, frame_pos: u64) -> Result<()> {
+        for layer in &self.layers {
+            let Some(slot) = layer.geometry.slot_of(frame_pos) else { continue };
+            let scratch = layer.geometry.ring_frames;
+            for part in [Part::Keys, Part::Values] {
+                let from = self.bytes(layer, part, world, scratch..scratch + 1)?;
+                // SAFETY: slot and scratch are different frames, and the world is the caller's alone.
+                let mut to = unsafe { self.bytes_mut(layer, part, world, slot..slot + 1)? };
+                octets_mut(&mut to).copy_from_slice(octets(&from));
+            }
+        }
+        Ok(())
+    }
+
+    /// Zeroes a world, every frame of every layer. Nobody else touches it meanwhile.
+    pub(super) fn zero(&self, world: usize) -> Result<()> {
+        for layer in &self.layers {
+            for part in [Part::Keys, Part::Values] {
+                // SAFETY: the world is the caller's alone.
+                let mut to = unsafe { self.bytes_mut(layer, part, world, 0..layer.geometry.frames())? };
+                octets_mut(&mut to).fill(0);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a world to the host, layer after layer, keys and then values. Nobody writes it meanwhile.
+    ///
+    /// # Errors
+    /// When the host has no memory for it.
+    pub(super) fn save(&self, world: usize) -> Result<Buffer> {
+        let mut host = Buffer::zeroed(self.config.world_bytes()?)?;
+        let bytes = host.len();
+        let mut view = host.tensor_mut(0, DType::U8, &[bytes])?;
+        let mut rest = octets_mut(&mut view);
+        for layer in &self.layers {
+            for part in [Part::Keys, Part::Values] {
+                let from = self.bytes(layer, part, world, 0..layer.geometry.frames())?;
+                let (to, after) = std::mem::take(&mut rest).split_at_mut(from.numel());
+                if !(planted("ring-snapshot-without-values") && matches!(part, Part::Values)) {
+                    to.copy_from_slice(octets(&from));
+                }
+                rest = after;
+            }
+        }
+        Ok(host)
+    }
+
+    /// Copies a saved world of the same geometry back. Nobody else touches the world meanwhile.
+    pub(super) fn load(&self, world: usize, host: &Buffer) -> Result<()> {
+        let view = host.tensor(0, DType::U8, &[self.config.world_bytes()?])?;
+        let mut rest = octets(&view);
+        for layer in &self.layers {
+            for part in [Part::Keys, Part::Values] {
+                // SAFETY: the world is the caller's alone.
+                let mut to = unsafe { self.bytes_mut(layer, part, world, 0..layer.geometry.frames())? };
+                let (from, after) = rest.split_at(to.numel());
+                octets_mut(&mut to).copy_from_slice(from);
+                rest = after;
+            }
+        }
+        Ok(())
+    }
+
+    /// First byte and number of bytes of some of a world's frames.
+    fn span(&self, layer: &Layer, width: usize, world: usize, frames: &Range<usize>) -> (usize, usize) {
+        let frame =
+            self.config.tokens_per_frame * self.config.num_kv_heads * width * self.config.dtype.size();
+        ((world * layer.geometry.frames() + frames.start) * frame, frames.len() * frame)
+    }
+
+    /// Some of a world's frames, `[n, F, G, D]`, to write to.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these frames while the view lives.
+    unsafe fn frames_mut<'a>(
+        &self,
+        layer: &'a Layer,
+        part: Part,
+        world: usize,
+        frames: Range<usize>,
+    ) -> Result<TensorMut<'a>> {
+        let (buffer, width) = self.part(layer, part);
+        let shape = [frames.len(), self.config.tokens_per_frame, self.config.num_kv_heads, width];
+        let (offset, _) = self.span(layer, width, world, &frames);
+        // SAFETY: the caller's promise is the one that is asked for.
+        Ok(unsafe { buffer.as_mut_shared(offset, self.config.dtype, &shape)? })
+    }
+
+    /// As [`RingMemory::frames_mut`], as bytes.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes these frames while the view lives.
+    unsafe fn bytes_mut<'a>(
+        &self,
+        layer: &'a Layer,
+        part: Part,
+        world: usize,
+        frames: Range<usize>,
+    ) -> Result<TensorMut<'a>> {
+        let (buffer, width) = self.part(layer, part);
+        let (offset, bytes) = self.span(layer, width, world, &frames);
+        // SAFETY: the caller's promise is the one that is asked for.
+        Ok(unsafe { buffer.as_mut_shared(offset, DType::U8, &[bytes])? })
+    }
+
+    /// The bytes of some of a world's frames, to read.
+    fn bytes<'a>(
+        &self,
+        layer: &'a Layer,
+        part: Part,
+        world: usize,
+        frames: Range<usize>,
+    ) -> Result<TensorRef<'a>> {
+        let (buffer, width) = self.part(layer, part);
+        let (offset, bytes) = self.span(layer, width, world, &frames);
+        Ok(buffer.tensor(offset, DType::U8, &[bytes])?)
+    }
+}
+
+fn octets<'a>(view: &TensorRef<'a>) -> &'a [u8] {
+    view.as_slice().expect("a contiguous view of bytes on the host")
+}
+
+fn octets_mut<'a>(view: &'a mut TensorMut<'_>) -> &'a mut [u8] {
+    view.as_mut_slice().expect("a contiguous view of bytes on the host")
+}
