@@ -69,6 +69,7 @@ fn build_context(name: &str, kv: &Arc<PagedKvCache>, softmax: Softmax) -> BuildC
         geometry: AttnGeometry::over(kv.config(), H, DType::F32, softmax),
         device: Device::Cpu,
         kv_cache: Some(Arc::clone(kv) as Arc<dyn PagedKv>),
+        ring: None,
         query_from: None,
         slots: 2,
         largest: None,
