@@ -152,6 +152,28 @@ fn forks_and_an_offload_change_no_bit() {
 }
 
 #[test]
+fn f30_a_fork_and_its_origin_write_their_own_copies_of_the_last_page() {
+    let run = |main_goes_on: bool| {
+        let rig = Rig::new(4, 32);
+        rig.ingest(&["a"]);
+        rig.step(&[("a", 6)], None);
+        let draft = |span, pre_forks| {
+            let kv = KvStep { segments: vec![segment("a", "draft", span)], pre_forks, ..KvStep::default() };
+            let planned = rig.planned(Step::new("decode").with("kv", Declaration::Kv(kv)), None);
+            let out = rig.forward(&planned, &rig.attn, "draft").remove(0);
+            rig.engine.commit(planned).unwrap();
+            out
+        };
+        draft(1, vec![Fork { request: "a".into(), from: Label::main(), to: "draft".into() }]);
+        if main_goes_on {
+            assert!(is_causal(&rig.step(&[("a", 1)], None)[0], 1, 7));
+        }
+        draft(1, vec![])
+    };
+    assert!(run(true).same_bits(&run(false)));
+}
+
+#[test]
 fn an_unchanged_plan_is_kept_and_a_changed_length_makes_another() {
     let rig = Rig::new(4, 64);
     rig.ingest(&["a"]);
