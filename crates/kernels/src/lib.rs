@@ -15,6 +15,8 @@
 //! | `paged` | paged attention's safe entry: geometry, variant, tables, schedule, the call |
 //! | [`plan`] | a batch checked once and cut into a work list, made again in place; workspaces |
 //! | `mla` | absorbed latent attention's safe entry, over the same tables and work lists |
+//! | `dense` | dense varlen attention's safe entry: rows over `[prefix \| fresh]` |
+//! | `flex` | block-mask attention's safe entry: blocks, score mods and mask mods |
 //! | `work` | the flat work list that CPU and CUDA executors share |
 //! | [`lse`] | merging partial attention results |
 //! | [`synth`] | the synthetic Q, K and V that any row can be rebuilt from |
@@ -27,23 +29,29 @@ pub mod cuda;
 #[cfg(not(feature = "cuda"))]
 #[path = "cuda_off.rs"]
 pub mod cuda;
+#[cfg(feature = "dense")]
+pub mod dense;
 pub mod device;
 #[cfg(feature = "dsa")]
 pub mod dsa;
 pub mod dtype;
 pub mod error;
+#[cfg(feature = "flex")]
+pub mod flex;
 pub mod lse;
 #[cfg(feature = "mla")]
 pub mod mla;
 pub mod mutant;
-#[cfg(any(feature = "paged", feature = "mla"))]
+#[cfg(feature = "lists")]
 pub mod paged;
 pub mod plan;
 pub mod reference;
 pub mod stream;
 pub mod synth;
+#[cfg(all(test, any(feature = "dense", feature = "flex")))]
+mod testing;
 pub mod view;
-#[cfg(any(feature = "paged", feature = "mla"))]
+#[cfg(feature = "lists")]
 pub mod work;
 
 pub use buffer::Buffer;

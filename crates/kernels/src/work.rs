@@ -9,8 +9,7 @@
 //! covers an aligned run of leaves and merges them itself; where a row has several items, a [`Merge`] joins
 //! their results along the upper levels of the same tree. So cutting work differently changes no bit.
 //!
-//! Lists are made by [`paged::schedule`](crate::paged::schedule) only, which keeps two promises that
-//! executors rely on: every index is in range, and no two items write the same place.
+//! Lists are made by the families' `schedule` only, which keep two promises that executors rely on: every index is in range, and no two items write the same place.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -123,13 +122,68 @@ pub struct Part {
     pub level: u32,
 }
 
+/// Where the keys of a row over segments lie: absolute positions `0..prefix_len` in the prefix, the others fresh.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct Segment {
+    /// Keys of the prefix.
+    pub prefix_len: u32,
+    /// Its first key: a packed token, or a slot of the row's first page.
+    pub prefix_begin: u32,
+    /// The first fresh key, a packed token.
+    pub fresh_begin: u32,
+    /// Nothing; keeps the record's size a power of two.
+    pub reserved: u32,
+}
+
+/// What a list over segments was made of, beside its rows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Segments {
+    /// One a row.
+    pub(crate) rows: Vec<Segment>,
+    /// Whether the table spoke of prefixes.
+    pub(crate) prefixed: bool,
+    /// Whether prefixes lie in pages.
+    pub(crate) paged: bool,
+    /// Keys that packed prefixes have in all.
+    pub(crate) packed: usize,
+    /// Fresh keys in all.
+    pub(crate) fresh: usize,
+}
+
+/// What a list over blocks was made of, beside its rows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Blocks {
+    /// `B`.
+    pub(crate) batch: usize,
+    /// `H`.
+    pub(crate) num_qo_heads: usize,
+    /// `G`.
+    pub(crate) num_kv_heads: usize,
+    /// `L`.
+    pub(crate) q_len: usize,
+    /// `M`.
+    pub(crate) kv_len: usize,
+    /// Whether rows are of one query head each.
+    pub(crate) per_head: bool,
+    /// Whether some block is visible in part.
+    pub(crate) any_partial: bool,
+    /// One past the largest key index.
+    pub(crate) key_bound: usize,
+    /// Beside the list's pages: not 0 for a block of which a mask decides.
+    pub(crate) partial: Vec<u8>,
+    /// Beside the list's pages: which block of the sequence a stored block is. Empty: the one it is stored as.
+    pub(crate) positions: Vec<i32>,
+}
+
 const _: () = {
     // The CUDA side asserts the same numbers.
     assert!(size_of::<Row>() == 48 && size_of::<Item>() == 40 && size_of::<Member>() == 16);
     assert!(size_of::<Merge>() == 32 && size_of::<Part>() == 16);
+    assert!(size_of::<Segment>() == 16);
 };
 
-/// A batch's work. Made by [`paged::schedule`](crate::paged::schedule), read by executors.
+/// A batch's work. Made by the families' `schedule`, read by executors.
 #[derive(Clone, Debug)]
 pub struct WorkList {
     pub(crate) rows: Vec<Row>,
@@ -157,6 +211,8 @@ pub struct WorkList {
     /// Most states that wait in an item's tree.
     pub(crate) max_depth: usize,
     pub(crate) scratch: crate::paged::Scratch,
+    pub(crate) segments: Segments,
+    pub(crate) blocks: Blocks,
 }
 
 impl Default for WorkList {
@@ -193,6 +249,8 @@ impl Default for WorkList {
             max_state_len: 0,
             max_depth: 0,
             scratch: Default::default(),
+            segments: Segments::default(),
+            blocks: Blocks::default(),
         }
     }
 }
@@ -238,6 +296,11 @@ impl WorkList {
         &self.pages
     }
 
+    /// Where rows' keys lie, one a row; empty unless the list is over segments.
+    pub fn segments(&self) -> &[Segment] {
+        &self.segments.rows
+    }
+
     /// Custom masks, one bit a key: bit `j` of word `w` of a query token is the key at position `64 w + j`.
     pub fn mask(&self) -> &[u64] {
         &self.mask
@@ -267,5 +330,8 @@ impl WorkList {
             + self.parts.capacity() * size_of::<Part>()
             + self.pages.capacity() * size_of::<i32>()
             + self.mask.capacity() * size_of::<u64>()
+            + self.segments.rows.capacity() * size_of::<Segment>()
+            + self.blocks.partial.capacity()
+            + self.blocks.positions.capacity() * size_of::<i32>()
     }
 }

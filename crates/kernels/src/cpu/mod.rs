@@ -13,7 +13,7 @@
 //! | [`scatter`], [`gather`], [`copy`] | appending to pages, reading them back, copying them |
 
 pub mod address;
-#[cfg(any(feature = "paged", feature = "mla"))]
+#[cfg(feature = "lists")]
 pub(crate) mod arena;
 pub mod copy;
 #[cfg(feature = "dsa")]
@@ -23,13 +23,13 @@ pub mod isa;
 pub(crate) mod merge;
 #[cfg(feature = "mla")]
 pub(crate) mod mla;
-#[cfg(any(feature = "paged", feature = "mla"))]
+#[cfg(feature = "lists")]
 pub(crate) mod paged;
 pub mod peak;
 pub(crate) mod round;
 pub mod scatter;
 pub(crate) mod tokens;
-#[cfg(any(feature = "paged", feature = "mla"))]
+#[cfg(feature = "lists")]
 pub(crate) mod workers;
 
 pub use isa::Isa;

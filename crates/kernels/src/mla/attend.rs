@@ -1,7 +1,7 @@
 //! The call: one layer's latent attention over a work list, into the caller's buffers.
 
 use crate::cpu::Isa;
-use crate::cpu::paged::{Call, Out};
+use crate::cpu::paged::{Call, Extra, Out};
 use crate::cpu::tokens::apart;
 use crate::paged::Stored;
 use crate::work::WorkList;
@@ -91,6 +91,7 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         alibi_slopes: None,
         o: Out::of(&mut o),
         lse: lse.map(|mut lse| Out::of(&mut lse)),
+        extra: Extra::default(),
     };
     crate::cpu::paged::run(&call, &mut memory[skip..], workers);
     Ok(())

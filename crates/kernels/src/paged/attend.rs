@@ -1,7 +1,7 @@
 //! The call: one layer's attention over a work list, into the caller's buffers.
 
 use crate::cpu::Isa;
-use crate::cpu::paged::{Call, Out};
+use crate::cpu::paged::{Call, Extra, Out};
 use crate::cpu::tokens::apart;
 use crate::work::WorkList;
 use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
@@ -103,6 +103,7 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         alibi_slopes,
         o: Out::of(&mut o),
         lse: lse.map(|mut lse| Out::of(&mut lse)),
+        extra: Extra::default(),
     };
     crate::cpu::paged::run(&call, &mut memory[skip..], workers);
     Ok(())

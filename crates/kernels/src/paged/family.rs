@@ -34,6 +34,12 @@ pub(crate) enum Stored {
     #[cfg_attr(not(feature = "mla"), allow(dead_code))]
     /// One latent that all heads read, its first lanes as the value.
     Latents,
+    #[cfg_attr(not(feature = "dense"), allow(dead_code))]
+    /// Packed keys and values a head, behind a prefix that is packed or lies in pages.
+    Segments,
+    #[cfg_attr(not(feature = "flex"), allow(dead_code))]
+    /// Blocks of keys and values a head, in batches.
+    Blocks,
 }
 
 impl Stored {
@@ -43,6 +49,8 @@ impl Stored {
             Stored::Heads => Family::of(geometry, q_len),
             Stored::Latents if q_len <= latent_tokens(geometry) => Family::Latent,
             Stored::Latents => Family::LatentTile,
+            // Their rows are long as a rule, and few queries are right in a tile too.
+            Stored::Segments | Stored::Blocks => Family::Tile,
         }
     }
 }

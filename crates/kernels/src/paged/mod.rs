@@ -20,9 +20,15 @@ pub use attend::{AttendParams, attend, workspace_bytes};
 pub(crate) use family::Stored;
 pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
 pub use geometry::{Geometry, MAX_HEAD_DIM};
+pub(crate) use schedule::Scratch;
+#[cfg(feature = "dense")]
+pub(crate) use schedule::padding;
+#[cfg(any(feature = "paged", feature = "mla"))]
+pub(crate) use schedule::visible;
 pub use schedule::{ScheduleOptions, schedule};
-pub(crate) use schedule::{Scratch, visible};
 #[cfg(feature = "mla")]
 pub(crate) use schedule::{is_for, schedule_as};
+#[cfg(any(feature = "dense", feature = "flex"))]
+pub(crate) use table::indptr as check_indptr;
 pub use table::{MAX_POSITION, Mask, MaskEntries, PageTable};
 pub use variant::Variant;

@@ -85,19 +85,7 @@ pub(crate) fn schedule_as(
         let why = format!("the batch has {tokens} query tokens");
         return Err(Error::Parameter { name: "pad_to", why, got: padded.to_string() });
     }
-    list.rows.clear();
-    list.items.clear();
-    list.members.clear();
-    list.merges.clear();
-    list.parts.clear();
-    list.pages.clear();
-    list.mask.clear();
-    (list.partial_len, list.total_cost) = (0, 0);
-    (list.max_lanes, list.max_vectors, list.max_state_len, list.max_depth) = (0, 0, 0, 0);
-    list.stored = stored;
-    list.geometry = *geometry;
-    list.variant = *variant;
-    list.num_tokens = padded;
+    list.start(stored, geometry, variant, padded);
     list.padded = padded > tokens;
     list.num_pages = table.num_pages;
     let rows = table.num_rows();
@@ -110,12 +98,12 @@ pub(crate) fn schedule_as(
     if list.padded {
         list.rows.push(padding(stored, geometry, tokens, padded));
     }
-    Scheduler { geometry: *geometry, variant: *variant, options: *options, list }.run();
+    list.cut(options);
     Ok(())
 }
 
 /// The row that stands for query tokens `from..to`, which belong to nobody.
-fn padding(stored: Stored, geometry: &Geometry, from: usize, to: usize) -> Row {
+pub(crate) fn padding(stored: Stored, geometry: &Geometry, from: usize, to: usize) -> Row {
     let family = stored.family(geometry, to - from);
     Row {
         mask_begin: NO_MASK,
@@ -128,6 +116,30 @@ fn padding(stored: Stored, geometry: &Geometry, from: usize, to: usize) -> Row {
 }
 
 impl WorkList {
+    /// Forgets the batch, not the memory, and begins another.
+    pub(crate) fn start(&mut self, stored: Stored, geometry: &Geometry, variant: &Variant, tokens: usize) {
+        self.rows.clear();
+        self.items.clear();
+        self.members.clear();
+        self.merges.clear();
+        self.parts.clear();
+        self.pages.clear();
+        self.mask.clear();
+        (self.partial_len, self.total_cost) = (0, 0);
+        (self.max_lanes, self.max_vectors, self.max_state_len, self.max_depth) = (0, 0, 0, 0);
+        self.stored = stored;
+        self.geometry = *geometry;
+        self.variant = *variant;
+        self.num_tokens = tokens;
+        self.padded = false;
+        self.num_pages = 0;
+    }
+
+    /// Cuts the rows that are there into items.
+    pub(crate) fn cut(&mut self, options: &ScheduleOptions) {
+        Scheduler { geometry: self.geometry, variant: self.variant, options: *options, list: self }.run();
+    }
+
     /// Makes room for batches of so many rows and page ids, so that scheduling them allocates little or nothing.
     pub fn reserve(&mut self, rows: usize, pages: usize) {
         self.rows.reserve(rows.saturating_sub(self.rows.len()));
@@ -355,7 +367,12 @@ impl Scheduler<'_> {
 
     /// Query tokens of an item of a row whose queries are spread over items.
     fn item_tokens(&self, row: &Row) -> u32 {
-        #[cfg(feature = "paged")]
+        #[cfg(feature = "tiles")]
+        if self.list.stored == Stored::Blocks {
+            let tokens = crate::cpu::paged::tile::even_tokens(row.q_len as usize, self.geometry.group());
+            return tokens as u32;
+        }
+        #[cfg(feature = "tiles")]
         if row.family == Family::Tile as u32 {
             return crate::cpu::paged::tile::tile_tokens(row.q_len as usize, self.geometry.group()) as u32;
         }

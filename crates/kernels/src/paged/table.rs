@@ -241,7 +241,8 @@ impl PageTable<'_> {
     }
 }
 
-fn indptr(name: &'static str, indptr: &[i32], limit: usize) -> Result<()> {
+/// Refuses an indptr that does not rise from 0 to at most `limit`.
+pub(crate) fn indptr(name: &'static str, indptr: &[i32], limit: usize) -> Result<()> {
     let Some(&first) = indptr.first() else {
         return Err(Error::Shape { tensor: name, expected: "[R + 1]".into(), got: vec![0] });
     };

@@ -12,13 +12,36 @@ pub(crate) struct Out {
     pub(crate) dtype: DType,
     /// Elements from one token to the next, and from one head to the next.
     pub(crate) strides: [usize; 2],
+    pub(crate) planes: Planes,
+}
+
+/// How packed tokens fall into planes that lie apart: those of one batch, or of one head of it.
+#[derive(Clone, Copy)]
+pub(crate) struct Planes {
+    /// Tokens of a plane.
+    pub(crate) tokens: usize,
+    /// Planes of a batch.
+    pub(crate) heads: usize,
+    /// Elements from one batch to the next, and from one plane of a batch to the next.
+    pub(crate) strides: [usize; 2],
 }
 
 impl Out {
     /// A tensor of at least two axes, tokens and heads first.
     pub(crate) fn of(tensor: &mut TensorMut<'_>) -> Out {
         let strides = [tensor.strides()[0], tensor.strides()[1]];
-        Out { dtype: tensor.dtype(), strides, ptr: tensor.as_mut_ptr() }
+        let planes = Planes { tokens: usize::MAX, heads: 1, strides: [0; 2] };
+        Out { dtype: tensor.dtype(), strides, planes, ptr: tensor.as_mut_ptr() }
+    }
+
+    /// Where a token's part under a head begins, in elements.
+    pub(crate) fn at(&self, token: usize, head: usize) -> usize {
+        let Planes { tokens, heads, strides } = self.planes;
+        let plane = token / tokens;
+        (plane / heads) * strides[0]
+            + (plane % heads) * strides[1]
+            + (token % tokens) * self.strides[0]
+            + head * self.strides[1]
     }
 }
 
@@ -34,25 +57,41 @@ pub(crate) struct Call<'a> {
     pub(crate) geometry: Geometry,
     pub(crate) variant: Variant,
     pub(crate) isa: Isa,
-    /// `[T, H, D]`; over latents, the first `C` lanes of each query.
+    /// `[T, H, D]`; over latents, the first `C` lanes of each query; over blocks `[B, H, L, D]`.
     pub(crate) q: TensorRef<'a>,
     /// Over latents alone: `[T, H, E]`, the other lanes.
     #[cfg_attr(not(feature = "mla"), allow(dead_code))]
     pub(crate) q_pe: Option<TensorRef<'a>>,
-    /// `[P, S, G, D]`; over latents, `[P, S, C + E]`.
+    /// `[P, S, G, D]`; over latents, `[P, S, C + E]`; over segments, the fresh keys `[U, G, D]`; over blocks
+    /// `[B, G, M, D]`.
     pub(crate) k: TensorRef<'a>,
-    /// `[P, S, G, Dv]`; over latents, the same tensor as `k`.
-    #[cfg_attr(not(feature = "paged"), allow(dead_code))]
+    /// As `k`, `Dv` wide; over latents, the same tensor.
+    #[cfg_attr(not(feature = "tiles"), allow(dead_code))]
     pub(crate) v: TensorRef<'a>,
     /// `[H]`.
     pub(crate) sinks: Option<&'a [f32]>,
     /// `[H]`.
-    #[cfg_attr(not(feature = "paged"), allow(dead_code))]
+    #[cfg_attr(not(feature = "tiles"), allow(dead_code))]
     pub(crate) alibi_slopes: Option<&'a [f32]>,
     /// `[T, H, Dv]`.
     pub(crate) o: Out,
     /// `[T, H]` f32.
     pub(crate) lse: Option<Out>,
+    pub(crate) extra: Extra<'a>,
+}
+
+/// What only some kinds of lists have.
+#[derive(Default)]
+pub(crate) struct Extra<'a> {
+    /// `[T, H]` f32: the largest score of each query.
+    pub(crate) max_scores: Option<Out>,
+    #[cfg(feature = "dense")]
+    /// Keys and values of prefixes, packed `[U, G, D]` or in pages `[P, S, G, D]`.
+    pub(crate) prefix: Option<[TensorRef<'a>; 2]>,
+    #[cfg(feature = "flex")]
+    /// What happens to scores over blocks.
+    pub(crate) mods: Option<super::tile::Mods<'a>>,
+    pub(crate) lifetime: std::marker::PhantomData<&'a ()>,
 }
 
 impl Call<'_> {

@@ -23,6 +23,8 @@ fn scratch_bytes(work: &WorkList) -> usize {
         Stored::Heads => super::decode::scratch_bytes(work).max(super::tile_item::scratch_bytes(work)),
         #[cfg(feature = "mla")]
         Stored::Latents => crate::cpu::mla::scratch_bytes(work),
+        #[cfg(any(feature = "dense", feature = "flex"))]
+        Stored::Segments | Stored::Blocks => super::tile_item::scratch_bytes(work),
         #[allow(unreachable_patterns)] // A family that is not compiled makes no list.
         _ => 0,
     };
@@ -125,6 +127,8 @@ fn item(call: &Call<'_>, item: &Item, memory: &Memory, scratch: &mut [u8]) {
         }
         #[cfg(feature = "paged")]
         Stored::Heads => super::tile_item::run(call, item, members, arena, &mut emit),
+        #[cfg(any(feature = "dense", feature = "flex"))]
+        Stored::Segments | Stored::Blocks => super::tile_item::run(call, item, members, arena, &mut emit),
         #[cfg(feature = "mla")]
         Stored::Latents => crate::cpu::mla::run(call, item, members, arena, &mut emit),
         #[allow(unreachable_patterns)] // A family that is not compiled makes no list.

@@ -25,12 +25,16 @@ pub(crate) unsafe fn write(call: &Call<'_>, row: &Row, q_begin: u32, kv_head: us
         let (factor, lse) = root(state.m[lane], state.l[lane], unit, sink);
         let lse = if planted("base-2-lse") { lse * std::f32::consts::LOG2_E } else { lse };
         let acc = &state.acc[lane * acc_stride(width)..][..width];
-        // SAFETY: token and head are in range, so the row of `width` elements is inside `o`, and the entry inside
-        // `lse`; the caller promises that nobody else writes them.
+        // SAFETY: token and head are in range, so the row of `width` elements is inside `o`, and the entries inside
+        // `lse` and `max_scores`; the caller promises that nobody else writes them.
         unsafe {
             write_row(&call.o, token, head, acc, factor);
             if let Some(out) = &call.lse {
-                *out.ptr.cast::<f32>().add(token * out.strides[0] + head * out.strides[1]) = lse;
+                *out.ptr.cast::<f32>().add(out.at(token, head)) = lse;
+            }
+            if let Some(out) = &call.extra.max_scores {
+                let most = if lse.is_nan() { f32::NAN } else { (f64::from(state.m[lane]) * unit) as f32 };
+                *out.ptr.cast::<f32>().add(out.at(token, head)) = most;
             }
         }
     }
@@ -58,7 +62,7 @@ pub(crate) fn root(m: f32, l: f32, unit: f64, sink: Option<f64>) -> (f32, f32) {
 /// # Safety
 /// `o` has `acc.len()` writable elements at (`token`, `head`).
 pub(crate) unsafe fn write_row(o: &Out, token: usize, head: usize, acc: &[f32], factor: f32) {
-    let at = token * o.strides[0] + head * o.strides[1];
+    let at = o.at(token, head);
     // Adding +0 turns -0 into +0: whether a hidden key was skipped or weighed 0 must not show.
     // SAFETY: the caller's promise.
     unsafe {

@@ -6,6 +6,7 @@
 //! | `decode` | few query vectors a key head: stream the keys once |
 //! | `tile` | prefill and append: a tile of queries against the keys of its row |
 //! | `tile_item` | items of that family |
+//! | `source` | where such an item finds its queries and keys: pages, segments, blocks |
 //! | `state` | unfinished softmax states, and the fixed tree that joins them |
 //! | `finish` | the root: sink, division, rounding |
 
@@ -14,13 +15,17 @@ mod call;
 mod decode;
 mod exec;
 mod finish;
+#[cfg(feature = "tiles")]
+mod source;
 mod state;
-#[cfg(feature = "paged")]
+#[cfg(feature = "tiles")]
 pub(crate) mod tile;
-#[cfg(feature = "paged")]
+#[cfg(feature = "tiles")]
 mod tile_item;
 
-pub(crate) use call::{Call, Out};
+#[cfg(feature = "flex")]
+pub(crate) use call::Planes;
+pub(crate) use call::{Call, Extra, Out};
 #[cfg(feature = "paged")]
 pub(crate) use decode::TILE;
 pub(crate) use exec::{run, workspace_bytes};
@@ -29,3 +34,5 @@ pub(crate) use finish::{root, write_row};
 pub(crate) use state::state_len;
 #[cfg(feature = "mla")]
 pub(crate) use state::{LINE, State, Tree, acc_stride};
+#[cfg(feature = "flex")]
+pub(crate) use tile::Mods;

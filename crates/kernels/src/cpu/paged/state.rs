@@ -41,7 +41,7 @@ impl<'a> State<'a> {
         State { m: &mut m[..lanes], l: &mut l[..lanes], acc: &mut acc[..lanes * acc_stride(head_dim_vo)] }
     }
 
-    #[cfg(feature = "paged")]
+    #[cfg(feature = "tiles")]
     /// As [`State::new`], with lanes' accumulators `head_dim_vo` floats apart.
     pub(crate) fn dense(memory: &'a mut [f32], lanes: usize, head_dim_vo: usize) -> State<'a> {
         let mut state = State::new(memory, lanes, head_dim_vo);
@@ -49,7 +49,7 @@ impl<'a> State<'a> {
         state
     }
 
-    #[cfg(feature = "paged")]
+    #[cfg(feature = "tiles")]
     /// Turns a dense state into one as [`State::new`] sees it.
     pub(crate) fn pad(memory: &'a mut [f32], lanes: usize, head_dim_vo: usize) -> State<'a> {
         let state = State::new(memory, lanes, head_dim_vo);
@@ -62,7 +62,7 @@ impl<'a> State<'a> {
         state
     }
 
-    #[cfg(any(feature = "paged", test))]
+    #[cfg(any(feature = "tiles", test))]
     /// Makes every lane one that saw nothing.
     pub(crate) fn clear(&mut self) {
         self.m.fill(f32::NEG_INFINITY);

@@ -1,10 +1,13 @@
 //! Items of the tile family: leaves of one tile of queries under one key head, by [`tile::accumulate`].
 
 use super::call::Call;
+use super::source;
 use super::state::{State, Tree, state_len};
 use super::tile::{self, RowMask, TileJob, TileState};
 use crate::cpu::arena::{Arena, arena_bytes};
-use crate::work::{Item, Member, NO_MASK, Row, WorkList};
+use crate::mutant::planted;
+use crate::paged::Stored;
+use crate::work::{Item, Member, NO_MASK, WorkList};
 
 /// Bytes of scratch that [`run`] takes for the largest item.
 pub(super) fn scratch_bytes(work: &WorkList) -> usize {
@@ -22,17 +25,17 @@ pub(super) fn run(
     emit: &mut impl FnMut(usize, &State<'_>),
 ) {
     let work = call.work;
-    let row = &work.rows[members[0].row as usize];
+    let index = members[0].row as usize;
+    let row = &work.rows[index];
     let g = &call.geometry;
     let states = arena.take::<f32>(work.max_state_len * work.max_depth);
     let words = tile::scratch_words(work.max_lanes, g.head_dim_qk, g.head_dim_vo);
     let scratch = arena.take::<u32>(words);
     let lanes = item.q_count as usize * g.group();
     let (len, width) = (state_len(lanes, g.head_dim_vo), g.head_dim_vo);
-    let pages = &work.pages[row.page_begin as usize..][..row.page_count as usize];
     let c = call.exponent(row);
     for kv_head in item.kv_head_begin..item.kv_head_begin + item.kv_head_count {
-        let job = job(call, item, row, pages, kv_head as usize);
+        let job = job(call, item, index, kv_head as usize);
         let mut tree = Tree::new();
         State::dense(&mut states[..len], lanes, width).clear();
         for leaf in item.leaf_begin..item.leaf_end {
@@ -57,25 +60,29 @@ fn join(states: &mut [f32], left: usize, len: usize, lanes: usize, width: usize,
     State::dense(&mut below[left * len..], lanes, width).join(&right, c);
 }
 
-fn job<'a>(call: &Call<'a>, item: &Item, row: &Row, pages: &'a [i32], kv_head: usize) -> TileJob<'a> {
+/// What the kernel is told about the item's queries under a key head.
+fn job<'a>(call: &'a Call<'a>, item: &Item, index: usize, kv_head: usize) -> TileJob<'a> {
+    let row = &call.work.rows[index];
     let words_per_query = row.mask_words as usize;
     let mask = (row.mask_begin != NO_MASK).then(|| RowMask {
         words: &call.work.mask[row.mask_begin as usize..][..row.q_len as usize * words_per_query],
         words_per_query,
     });
+    let source = source::of(call, index, item.q_begin as usize, kv_head);
+    let corner = if planted("dense-causal-corner") && call.work.stored == Stored::Segments {
+        0
+    } else {
+        i64::from(row.kv_len) - i64::from(row.q_len)
+    };
     TileJob {
-        q: call.q,
-        k: call.k,
-        v: call.v,
-        pages,
-        page_size: call.geometry.page_size,
-        kv_offset: row.kv_offset as usize,
+        q: source.q,
+        keys: source.keys,
         kv_begin: row.kv_begin as usize,
         kv_len: row.kv_len as usize,
-        t0: (row.q_begin + item.q_begin) as usize,
+        t0: source.q_begin + item.q_begin as usize,
         tokens: item.q_count as usize,
         query0: item.q_begin as usize,
-        q_pos0: i64::from(row.kv_len) - i64::from(row.q_len) + i64::from(item.q_begin),
+        q_pos0: corner + i64::from(item.q_begin),
         kv_head,
         group: call.geometry.group(),
         sm_scale: call.variant.sm_scale,
@@ -84,5 +91,6 @@ fn job<'a>(call: &Call<'a>, item: &Item, row: &Row, pages: &'a [i32], kv_head: u
         logits_soft_cap: call.variant.logits_soft_cap.unwrap_or(0.0),
         alibi_slopes: call.alibi_slopes,
         mask,
+        mods: source.mods,
     }
 }

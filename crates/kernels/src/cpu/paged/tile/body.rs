@@ -5,6 +5,7 @@
 //! wide, one operand streaming from a panel and the other broadcast. The sum of every accumulator runs over
 //! ascending head elements, or ascending keys, whichever rows share the block.
 
+use super::mods::{Places, TileMods};
 use super::pack::{self, KeyRows};
 use super::simd::{Portable, Product, Simd, Words};
 use super::softmax;
@@ -19,21 +20,24 @@ pub(super) const MAX_ROWS: usize = 12;
 pub(super) const PAD: usize = 16;
 
 /// How raw scores become base-2 logits.
-pub(super) enum Logits {
+pub(super) enum Logits<'a> {
     /// Times `sm_scale * log2(e)`, not negative.
     Scaled(f32),
     /// Scaled, then capped (0: not), then biased by `slope * (distance + key's index in the tile)`.
     General { sm_scale: f32, cap: f32, slope: [f32; MAX_ROWS], distance: [f32; MAX_ROWS] },
+    /// Scaled, then put through mods; the block's first row is row `first` of the tile, whose rows are `group` a
+    /// token.
+    Modified { sm_scale: f32, mods: &'a TileMods<'a>, places: &'a Places, first: usize, group: usize },
 }
 
 /// One block of query rows, and the packed tile that it meets. `W` is the panel width, two vectors.
-pub(super) struct Block {
+pub(super) struct Block<'a> {
     /// Rows that exist, at most the body's `ROWS`.
     pub(super) rows: usize,
     /// Which keys of the tile each row sees.
     pub(super) visible: [u128; MAX_ROWS],
     /// How scores become logits.
-    pub(super) logits: Logits,
+    pub(super) logits: Logits<'a>,
     /// Packed words of a key.
     pub(super) key_words: usize,
     /// Value width, in elements.
@@ -78,7 +82,7 @@ pub(super) trait Body {
     unsafe fn prefetch(at: *const u8, bytes: usize);
     /// # Safety
     /// The pointers of `block` reach as far as [`Block`] says, and nobody else touches what is written.
-    unsafe fn attend(block: &Block);
+    unsafe fn attend(block: &Block<'_>);
 }
 
 /// `acc[r][v] += sum over i of a(r, i) * b(i, v)`, with `a(r, i)` at `a + r * ROW + i * STEP` and `b(i, v)` the
@@ -132,7 +136,7 @@ const fn span_words(key_words: usize) -> usize {
 #[inline(always)]
 unsafe fn scores<S: Simd, P: Product<S>, const MB: usize, const MR: usize, const NV: usize>(
     s: S,
-    block: &Block,
+    block: &Block<'_>,
     panel: usize,
 ) {
     let width = 2 * S::LANES;
@@ -168,7 +172,7 @@ unsafe fn scores<S: Simd, P: Product<S>, const MB: usize, const MR: usize, const
 #[inline(always)]
 unsafe fn weighted_values<S: Simd, P: Product<S>, const MR: usize, const NV: usize>(
     s: S,
-    block: &Block,
+    block: &Block<'_>,
     shrink: &[f32; 16],
     panel: usize,
     keys: (usize, usize),
@@ -216,7 +220,7 @@ unsafe fn weighted_values<S: Simd, P: Product<S>, const MR: usize, const NV: usi
 /// # Safety
 /// As [`Body::attend`].
 #[inline(always)]
-unsafe fn step<S: Simd, P: Product<S>, const MB: usize, const MR: usize>(s: S, block: &Block) {
+unsafe fn step<S: Simd, P: Product<S>, const MB: usize, const MR: usize>(s: S, block: &Block<'_>) {
     let union = block.visible[..block.rows].iter().fold(0, |all, bits| all | bits);
     if union == 0 {
         return;
@@ -246,7 +250,7 @@ unsafe fn step<S: Simd, P: Product<S>, const MB: usize, const MR: usize>(s: S, b
 /// # Safety
 /// As [`Body::attend`].
 #[inline(always)]
-unsafe fn attend<S: Simd, P: Product<S>, const MB: usize>(s: S, block: &Block) {
+unsafe fn attend<S: Simd, P: Product<S>, const MB: usize>(s: S, block: &Block<'_>) {
     // SAFETY: the caller's promise.
     unsafe {
         if MB > 8 && block.rows > 8 {
@@ -317,9 +321,9 @@ macro_rules! body {
                 unsafe { inner(at, bytes) }
             }
 
-            unsafe fn attend(block: &Block) {
+            unsafe fn attend(block: &Block<'_>) {
                 $(#[target_feature(enable = $features)])?
-                unsafe fn inner(block: &Block) {
+                unsafe fn inner(block: &Block<'_>) {
                     // SAFETY: the caller's promise.
                     unsafe { attend::<$simd, $product, $rows>($token, block) }
                 }

@@ -3,6 +3,8 @@
 use std::ops::Range;
 
 use super::body::KEY_TILE;
+use super::keys::KeyRun;
+use super::mods::{Places, TileMods};
 use crate::TensorRef;
 use crate::mutant::planted;
 
@@ -12,16 +14,8 @@ use crate::mutant::planted;
 pub(crate) struct TileJob<'a> {
     /// `[T, H, D]`, f32, bf16 or f16, any outer strides.
     pub(crate) q: TensorRef<'a>,
-    /// `[P, S, G, D]`, any outer strides.
-    pub(crate) k: TensorRef<'a>,
-    /// `[P, S, G, Dv]`, any outer strides.
-    pub(crate) v: TensorRef<'a>,
-    /// The row's pages, in order.
-    pub(crate) pages: &'a [i32],
-    /// Slots of a page.
-    pub(crate) page_size: usize,
-    /// Absolute position of slot 0 of `pages[0]`.
-    pub(crate) kv_offset: usize,
+    /// Where the row's keys and values under the KV head lie; the second run may be empty.
+    pub(crate) keys: [KeyRun<'a>; 2],
     /// First position that the row may see.
     pub(crate) kv_begin: usize,
     /// One past the row's last position.
@@ -50,6 +44,8 @@ pub(crate) struct TileJob<'a> {
     pub(crate) alibi_slopes: Option<&'a [f32]>,
     /// A mask of the row's own, which narrows `causal` and `window_left`.
     pub(crate) mask: Option<RowMask<'a>>,
+    /// What else happens to scores, over blocks.
+    pub(crate) mods: Option<TileMods<'a>>,
 }
 
 /// A boolean mask of one row: bit `j % 64` of word `j / 64` of query `i` is set where `i` may see position `j`.
@@ -103,19 +99,33 @@ impl TileJob<'_> {
         first.start.max(keys.start)..last.end.min(keys.end)
     }
 
-    /// Whether every token sees the whole key tile at `base`.
-    pub(super) fn sees_whole(&self, base: usize, keys: &Range<usize>) -> bool {
+    /// Whether every query sees the whole key tile at `base`.
+    pub(super) fn sees_whole(&self, base: usize, keys: &Range<usize>, places: Option<&Places>) -> bool {
         let (begin, end) = (self.span(self.tokens - 1).start, self.span(0).end);
-        self.mask.is_none() && begin.max(keys.start) <= base && base + KEY_TILE <= end.min(keys.end)
+        let modded = match (&self.mods, places) {
+            (Some(mods), Some(places)) => mods.see_whole(self.tokens, places),
+            _ => true,
+        };
+        self.mask.is_none() && modded && begin.max(keys.start) <= base && base + KEY_TILE <= end.min(keys.end)
     }
 
-    /// Which positions of the key tile at `base` some token sees.
-    pub(super) fn seen(&self, base: usize, keys: &Range<usize>) -> u128 {
-        (0..self.tokens).fold(0, |seen, t| seen | self.visible(t, base, keys))
+    /// Which positions of the key tile at `base` some query sees.
+    pub(super) fn seen(&self, base: usize, keys: &Range<usize>, places: Option<&Places>) -> u128 {
+        let by_head = self.mods.as_ref().is_some_and(|mods| mods.mask_by_head());
+        let step = if by_head { 1 } else { self.group };
+        let rows = (0..self.rows()).step_by(step);
+        rows.fold(0, |seen, r| seen | self.visible(r, base, keys, places))
     }
 
-    /// Which positions of the key tile at `base` token `t` sees within `keys`: bit `i` is position `base + i`.
-    pub(super) fn visible(&self, t: usize, base: usize, keys: &Range<usize>) -> u128 {
+    /// Which positions of the key tile at `base` row `r` sees within `keys`: bit `i` is position `base + i`.
+    pub(super) fn visible(
+        &self,
+        r: usize,
+        base: usize,
+        keys: &Range<usize>,
+        places: Option<&Places>,
+    ) -> u128 {
+        let t = r / self.group;
         let span = self.span(t);
         let begin = span.start.max(keys.start).clamp(base, base + KEY_TILE) - base;
         let end = span.end.min(keys.end).clamp(base, base + KEY_TILE) - base;
@@ -123,9 +133,13 @@ impl TileJob<'_> {
             return 0;
         }
         let bits = (u128::MAX >> (KEY_TILE - (end - begin))) << begin;
-        match &self.mask {
+        let bits = match &self.mask {
             None => bits,
             Some(mask) => bits & mask.tile(self.query0 + t, base),
+        };
+        match (&self.mods, places) {
+            (Some(mods), Some(places)) => mods.visible(t, r % self.group, places, bits),
+            _ => bits,
         }
     }
 }

@@ -12,6 +12,12 @@
 
 mod body;
 mod job;
+mod keys;
+#[cfg(feature = "flex")]
+mod mods;
+#[cfg(not(feature = "flex"))]
+#[path = "mods_off.rs"]
+mod mods;
 mod pack;
 mod simd;
 mod softmax;
@@ -24,10 +30,16 @@ use std::ops::Range;
 pub(crate) use body::KEY_TILE;
 use body::{Block, Body, Logits, MAX_ROWS, PAD, PortableBody};
 pub(crate) use job::{RowMask, TileJob, TileState};
+pub(crate) use keys::{KeyRun, Slots};
+use keys::{Side, rows_of};
+#[cfg(feature = "flex")]
+pub(crate) use mods::Mods;
+use mods::Places;
+pub(crate) use mods::TileMods;
 
+use crate::DType;
 use crate::cpu::Isa;
 use crate::mutant::planted;
-use crate::{DType, TensorRef};
 
 /// Query tokens of a tile, for a row of `q_len` queries of which `group` heads share a KV head: long rows
 /// take about 192 query rows a tile, which pays for packing the keys, short ones 96, which gives each
@@ -35,6 +47,13 @@ use crate::{DType, TensorRef};
 pub(crate) fn tile_tokens(q_len: usize, group: usize) -> usize {
     let rows = if q_len.saturating_mul(group) >= 768 { 192 } else { 96 };
     (rows / group.max(1)).max(1)
+}
+
+/// Query tokens of a tile of a row over blocks: as [`tile_tokens`] of a long row, shared out so that a row of a few
+/// tiles has them of one size.
+pub(crate) fn even_tokens(q_len: usize, group: usize) -> usize {
+    let most = (192 / group.max(1)).max(1);
+    q_len.div_ceil(q_len.div_ceil(most).max(1)).max(1)
 }
 
 /// Words of scratch that [`accumulate`] needs for a tile of `rows` (tokens times group) query rows of width
@@ -62,7 +81,7 @@ pub(crate) fn accumulate(
     scratch: &mut [u32],
 ) {
     assert!(isa.is_supported(), "{isa} does not run here");
-    let bf16 = [job.q, job.k, job.v].iter().all(|tensor| tensor.dtype() == DType::Bf16);
+    let bf16 = job.q.dtype() == DType::Bf16 && job.keys[0].k.dtype() == DType::Bf16;
     match isa {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 if bf16 => drive::<body::Bf16Body>(job, keys, state, scratch),
@@ -112,7 +131,8 @@ impl Areas {
 /// The walk over key tiles, with the body `B`.
 fn drive<B: Body>(job: &TileJob<'_>, keys: Range<usize>, state: &mut TileState<'_>, scratch: &mut [u32]) {
     let rows = job.rows();
-    let (dk, dv) = (job.q.shape()[2], job.v.shape()[3]);
+    let (dk, dv) = (job.q.shape()[2], job.keys[0].v.width());
+    let kv_dtype = job.keys[0].k.dtype();
     check(job, state);
     let areas = Areas::cut(scratch, rows, dk, dv);
     let key_words = dk.div_ceil(B::PER_WORD);
@@ -135,7 +155,7 @@ fn drive<B: Body>(job: &TileJob<'_>, keys: Range<usize>, state: &mut TileState<'
 
     let reach = job.reach(&keys);
     let logits = Scores::of(job);
-    let row_bytes = [dk * job.k.dtype().size(), dv * job.v.dtype().size()];
+    let row_bytes = [job.keys[0].k.row_bytes(), job.keys[0].v.row_bytes()];
     let blocks = rows.div_ceil(B::ROWS);
     let mut base = reach.start / KEY_TILE * KEY_TILE;
     let mut next = Tile::of(job, base, &keys);
@@ -147,11 +167,11 @@ fn drive<B: Body>(job: &TileJob<'_>, keys: Range<usize>, state: &mut TileState<'
             continue;
         }
         let span = (tile.seen.trailing_zeros() as usize, 128 - tile.seen.leading_zeros() as usize);
-        // SAFETY: `page_rows` checked every page against the cache; the areas hold a whole tile.
+        // SAFETY: `rows_of` checked every page and slot against the tensors; the areas hold a whole tile.
         unsafe {
-            let shape = pack::Packing { dtype: job.k.dtype(), width: dk, span };
+            let shape = pack::Packing { dtype: kv_dtype, width: dk, span };
             B::pack_keys(&tile.keys, &shape, areas.keys, areas.stage);
-            let shape = pack::Packing { dtype: job.v.dtype(), width: dv, span };
+            let shape = pack::Packing { dtype: kv_dtype, width: dv, span };
             B::pack_values(&tile.values, &shape, areas.values, areas.stage);
         }
         for (b, first) in (0..rows).step_by(B::ROWS).enumerate() {
@@ -159,13 +179,13 @@ fn drive<B: Body>(job: &TileJob<'_>, keys: Range<usize>, state: &mut TileState<'
             let mut visible = [u128::MAX; MAX_ROWS];
             if !tile.whole {
                 for r in 0..present {
-                    visible[r] = job.visible((first + r) / job.group, base, &keys);
+                    visible[r] = job.visible(first + r, base, &keys, tile.places.as_ref());
                 }
             }
             let block = Block {
                 rows: present,
                 visible,
-                logits: logits.of_block(job, first, present, base),
+                logits: logits.of_block(job, first, present, base, tile.places.as_ref()),
                 key_words,
                 dv,
                 q: areas.queries.wrapping_add(b * block_words),
@@ -200,14 +220,18 @@ struct Tile {
     seen: u128,
     /// Whether every query sees every key.
     whole: bool,
+    /// Which keys they are, where mods ask.
+    places: Option<Places>,
     keys: pack::KeyRows,
     values: pack::KeyRows,
 }
 
 impl Tile {
     fn of(job: &TileJob<'_>, base: usize, keys: &Range<usize>) -> Tile {
-        let whole = job.sees_whole(base, keys);
-        let seen = if whole { u128::MAX } else { job.seen(base, keys) };
+        let places =
+            job.mods.as_ref().filter(|_| base < job.kv_len).map(|mods| mods.places(base, job.kv_len));
+        let whole = job.sees_whole(base, keys, places.as_ref());
+        let seen = if whole { u128::MAX } else { job.seen(base, keys, places.as_ref()) };
         let valued = if planted("masked-v-not-zeroed") && seen != 0 {
             (u128::MAX >> seen.leading_zeros()) & (u128::MAX << seen.trailing_zeros())
         } else {
@@ -216,8 +240,9 @@ impl Tile {
         Tile {
             seen,
             whole,
-            keys: page_rows(job, job.k, base, seen),
-            values: page_rows(job, job.v, base, valued),
+            places,
+            keys: rows_of(&job.keys, Side::Keys, base, seen),
+            values: rows_of(&job.keys, Side::Values, base, valued),
         }
     }
 }
@@ -226,18 +251,34 @@ impl Tile {
 enum Scores {
     Scaled(f32),
     General,
+    Modified,
 }
 
 impl Scores {
     fn of(job: &TileJob<'_>) -> Scores {
+        let modified = job.mods.as_ref().is_some_and(|mods| mods.change_scores());
+        if modified || job.mods.is_some() && job.sm_scale < 0.0 {
+            return Scores::Modified;
+        }
         let plain = job.logits_soft_cap <= 0.0 && job.alibi_slopes.is_none();
         // A negative scale would turn the maximum around, so it is applied before.
         if plain && job.sm_scale >= 0.0 { Scores::Scaled(job.sm_scale * LOG2_E) } else { Scores::General }
     }
 
-    fn of_block(&self, job: &TileJob<'_>, first: usize, rows: usize, base: usize) -> Logits {
-        if let Scores::Scaled(scale) = self {
-            return Logits::Scaled(*scale);
+    fn of_block<'a>(
+        &self,
+        job: &'a TileJob<'a>,
+        first: usize,
+        rows: usize,
+        base: usize,
+        places: Option<&'a Places>,
+    ) -> Logits<'a> {
+        match (self, &job.mods, places) {
+            (Scores::Scaled(scale), ..) => return Logits::Scaled(*scale),
+            (Scores::Modified, Some(mods), Some(places)) => {
+                return Logits::Modified { sm_scale: job.sm_scale, mods, places, first, group: job.group };
+            }
+            _ => {}
         }
         let (mut slope, mut distance) = ([0.0; MAX_ROWS], [0.0; MAX_ROWS]);
         if let Some(slopes) = job.alibi_slopes {
@@ -257,21 +298,23 @@ impl Scores {
 
 /// Refuses a job that contradicts itself.
 fn check(job: &TileJob<'_>, state: &TileState<'_>) {
-    let (q, k, v) = (job.q.shape(), job.k.shape(), job.v.shape());
-    assert!(q.len() == 3 && k.len() == 4 && v.len() == 4, "q {q:?}, k {k:?}, v {v:?}");
-    assert!(q[2] == k[3] && q[2] > 0 && v[3] > 0, "q {q:?}, k {k:?}, v {v:?}");
-    assert!(k[..3] == v[..3] && k[1] == job.page_size && job.page_size > 0, "k {k:?}, v {v:?}");
+    let q = job.q.shape();
+    assert!(q.len() == 3 && q[2] > 0, "q {q:?}");
+    assert!(job.q.dtype().is_float() && job.q.inner_contiguous(), "{:?}", job.q);
+    assert!(job.q.device() == crate::Device::Cpu, "{:?}", job.q);
+    let (dtype, dv) = (job.keys[0].k.dtype(), job.keys[0].v.width());
+    for run in &job.keys {
+        assert!(run.k.width() == q[2] && run.v.width() == dv && dv > 0, "widths of q {q:?} and of keys");
+        assert!(run.k.dtype() == dtype && run.v.dtype() == dtype, "keys and values of several dtypes");
+    }
     assert!(job.tokens > 0 && job.t0 + job.tokens <= q[0], "{} tokens at {} of {}", job.tokens, job.t0, q[0]);
     let heads = (job.kv_head + 1) * job.group;
-    assert!(job.group > 0 && job.kv_head < k[2] && heads <= q[1], "head {} of {}", job.kv_head, k[2]);
-    for tensor in [&job.q, &job.k, &job.v] {
-        assert!(tensor.dtype().is_float() && tensor.inner_contiguous(), "{tensor:?}");
-        assert!(tensor.device() == crate::Device::Cpu, "{tensor:?}");
-    }
+    assert!(job.group > 0 && heads <= q[1], "head {} of {}", job.kv_head, q[1]);
     let rows = job.rows();
     let lengths = [state.m.len(), state.l.len(), state.o.len()];
-    assert!(lengths == [rows, rows, rows * v[3]], "state of {rows} rows: {lengths:?}");
-    assert!(job.kv_offset <= job.kv_begin, "page offset {} past {}", job.kv_offset, job.kv_begin);
+    assert!(lengths == [rows, rows, rows * dv], "state of {rows} rows: {lengths:?}");
+    let origin = job.keys[0].origin;
+    assert!(origin <= job.kv_begin as i64, "page offset {origin} past {}", job.kv_begin);
     if let Some(slopes) = job.alibi_slopes {
         assert!(slopes.len() >= heads, "{} slopes for {heads} heads", slopes.len());
     }
@@ -281,41 +324,10 @@ fn check(job: &TileJob<'_>, state: &TileState<'_>) {
 fn query_row(job: &TileJob<'_>, r: usize) -> *const u8 {
     let t = job.t0 + r / job.group;
     let h = if planted("gqa-head-mapping") {
-        job.kv_head + r % job.group * job.k.shape()[2]
+        job.kv_head + r % job.group * (job.q.shape()[1] / job.group)
     } else {
         job.kv_head * job.group + r % job.group
     };
     let strides = job.q.strides();
     job.q.as_ptr().wrapping_add((t * strides[0] + h * strides[1]) * job.q.dtype().size())
-}
-
-/// Where the rows of `tensor` at the keys of the tile at `base` begin, for those in `seen`.
-fn page_rows(job: &TileJob<'_>, tensor: TensorRef<'_>, base: usize, seen: u128) -> pack::KeyRows {
-    let (strides, size) = (tensor.strides(), tensor.dtype().size());
-    let mut rows = [std::ptr::null(); KEY_TILE];
-    if seen == 0 {
-        return rows;
-    }
-    let (first, last) = (seen.trailing_zeros() as usize, 127 - seen.leading_zeros() as usize);
-    let (mut index, mut slot) =
-        ((base + first - job.kv_offset) / job.page_size, (base + first - job.kv_offset) % job.page_size);
-    let mut i = first;
-    while i <= last {
-        let page = usize::try_from(job.pages[index]).unwrap_or(usize::MAX);
-        assert!(page < tensor.shape()[0], "page {page} of {}", tensor.shape()[0]);
-        let head = page * strides[0] + job.kv_head * strides[2];
-        let end = (i + job.page_size - slot).min(last + 1);
-        for row in rows[i..end].iter_mut() {
-            *row = tensor.as_ptr().wrapping_add((head + slot * strides[1]) * size);
-            slot += 1;
-        }
-        (i, index, slot) = (end, index + 1, 0);
-    }
-    // Holes that a mask of the row's own leaves.
-    let mut unseen = !(seen | !(u128::MAX << first) | !(u128::MAX >> (127 - last)));
-    while unseen != 0 {
-        rows[unseen.trailing_zeros() as usize] = std::ptr::null();
-        unseen &= unseen - 1;
-    }
-    rows
 }

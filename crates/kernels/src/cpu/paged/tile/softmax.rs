@@ -65,13 +65,35 @@ pub(super) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
 /// Vectors of a row whose exponentials are taken together; a tile is a multiple of it on every machine.
 const AT_ONCE: usize = 8;
 
-/// Scores of row `r` at vectors `from..to` become base-2 logits: scaled, capped, biased.
+/// Scores of row `r` at vectors `from..to` become base-2 logits: scaled, capped, biased, put through mods. Returns
+/// which of the `visible` keys are seen still.
 ///
 /// # Safety
 /// `block.scores` is readable and writable over row `r`.
 #[inline(always)]
-unsafe fn transform<S: Simd>(s: S, block: &Block, r: usize, from: usize, to: usize) {
-    let Logits::General { sm_scale, cap, slope, distance } = &block.logits else { return };
+unsafe fn transform<S: Simd>(s: S, block: &Block<'_>, r: usize, visible: u128) -> u128 {
+    let (from, to) = vectors::<S>(visible);
+    let (sm_scale, cap, slope, distance) = match &block.logits {
+        Logits::Scaled(_) => return visible,
+        Logits::General { sm_scale, cap, slope, distance } => (sm_scale, cap, slope, distance),
+        Logits::Modified { sm_scale, mods, places, first, group } => {
+            let (t, lane) = ((first + r) / group, (first + r) % group);
+            // SAFETY: the vectors lie in row `r` of the scores.
+            return unsafe {
+                let row = block.scores.add(r * KEY_TILE);
+                for j in from..to {
+                    let at = row.add(j * S::LANES);
+                    s.store(at, s.mul(s.load(at), s.splat(*sm_scale)));
+                }
+                let visible = mods.modify(s, t, lane, places, row, (from, to), visible);
+                for j in from..to {
+                    let at = row.add(j * S::LANES);
+                    s.store(at, s.mul(s.load(at), s.splat(LOG2_E)));
+                }
+                visible
+            };
+        }
+    };
     for j in from..to {
         // SAFETY: `j` is below KEY_TILE / LANES, so the vector lies in row `r` of the scores.
         unsafe {
@@ -87,6 +109,7 @@ unsafe fn transform<S: Simd>(s: S, block: &Block, r: usize, from: usize, to: usi
             s.store(at, s.mul(x, s.splat(LOG2_E)));
         }
     }
+    visible
 }
 
 /// `0.0, 1.0, ..`: the keys of a tile, counted.
@@ -124,10 +147,10 @@ fn exponent<S: Simd, P: Product<S>>(s: S, x: S::F, scale: S::F, offset: S::F) ->
 /// # Safety
 /// The block's pointers hold as [`Block`] says, and the scores of the vectors in `union` are written.
 #[inline(always)]
-pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u128) -> [f32; 16] {
+pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block<'_>, union: u128) -> [f32; 16] {
     let (scale, general) = match block.logits {
         Logits::Scaled(scale) => (scale, false),
-        Logits::General { .. } => (1.0, true),
+        Logits::General { .. } | Logits::Modified { .. } => (1.0, true),
     };
     let lanes = (1u64 << S::LANES) as u32 - 1;
     let bits_of = |visible: u128, j: usize| (visible >> (j * S::LANES)) as u32 & lanes;
@@ -137,16 +160,17 @@ pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u
     let (mut shrink, mut offset) = ([0f32; 16], [0f32; 16]);
     // A row's reduction is a chain of short waits; taken together after the rows, they overlap.
     let mut partial = [[0f32; 16]; MAX_ROWS];
+    let mut seen = block.visible;
     // SAFETY: rows are below `block.rows` and vectors below KEY_TILE / LANES throughout: inside the scores,
     // `m` and `l`, as the caller promises. A vector has at most 16 lanes.
     unsafe {
         for r in 0..block.rows {
-            let visible = block.visible[r];
             let row = block.scores.add(r * KEY_TILE);
-            let (from, to) = vectors::<S>(visible);
             if general {
-                transform(s, block, r, from, to);
+                seen[r] = transform(s, block, r, seen[r]);
             }
+            let visible = seen[r];
+            let (from, to) = vectors::<S>(visible);
             let mut most = hidden;
             if visible == u128::MAX {
                 for j in 0..KEY_TILE / S::LANES {
@@ -163,12 +187,12 @@ pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u
         for r in 0..block.rows {
             let most = s.reduce_max(s.load(partial[r].as_ptr())) * scale;
             let before = *block.m.add(r);
-            let after = if block.visible[r] == 0 { before } else { before.max(most) };
+            let after = if seen[r] == 0 { before } else { before.max(most) };
             *block.m.add(r) = after;
             if after != f32::NEG_INFINITY {
                 shrink[r] = before - after;
                 offset[r] = -after;
-            } else if block.visible[r] != 0 {
+            } else if seen[r] != 0 {
                 // Keys are seen, and every score is -inf or NaN: there is no softmax.
                 offset[r] = f32::NAN;
             }
@@ -181,7 +205,7 @@ pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block, union: u
             let row = block.scores.add(r * KEY_TILE);
             let (scale, offset) = (s.splat(scale), s.splat(offset[r]));
             let mut sum = none;
-            let visible = block.visible[r];
+            let visible = seen[r];
             if visible == u128::MAX {
                 for j in (0..KEY_TILE / S::LANES).step_by(AT_ONCE) {
                     let mut x = [none; AT_ONCE];

@@ -4,7 +4,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::super::{KEY_TILE, RowMask, TileJob, TileState, accumulate, scratch_words, tile_tokens};
+use super::super::{
+    KEY_TILE, KeyRun, RowMask, Slots, TileJob, TileState, accumulate, scratch_words, tile_tokens,
+};
 use crate::cpu::Isa;
 use crate::{DType, Device, TensorRef};
 
@@ -207,13 +209,17 @@ impl Case {
         let mut scratch = vec![0xffff_ffffu32; scratch_words(tokens * row.group, row.d, row.dv)];
         for kv_head in 0..row.kv_heads {
             for t0 in (0..row.q_len).step_by(tokens) {
+                let pages = |width| [total, row.page_size, row.kv_heads, width];
+                let run = KeyRun {
+                    k: Slots::of_pages(k.view(&pages(row.d), &strides(row.d)), kv_head),
+                    v: Slots::of_pages(v.view(&pages(row.dv), &strides(row.dv)), kv_head),
+                    pages: &ids,
+                    origin: row.kv_offset as i64,
+                    end: row.kv_len,
+                };
                 let job = TileJob {
                     q: q.view(&[row.q_len, heads, row.d], &[heads * row.d, row.d, 1]),
-                    k: k.view(&[total, row.page_size, row.kv_heads, row.d], &strides(row.d)),
-                    v: v.view(&[total, row.page_size, row.kv_heads, row.dv], &strides(row.dv)),
-                    pages: &ids,
-                    page_size: row.page_size,
-                    kv_offset: row.kv_offset,
+                    keys: [run; 2],
                     kv_begin: row.kv_begin,
                     kv_len: row.kv_len,
                     t0,
@@ -231,6 +237,7 @@ impl Case {
                         .mask
                         .as_deref()
                         .map(|words| RowMask { words, words_per_query: row.kv_len.div_ceil(64) }),
+                    mods: None,
                 };
                 let rows = job.tokens * row.group;
                 let (mut m, mut l) = (vec![f32::NEG_INFINITY; rows], vec![0.0; rows]);

@@ -1,0 +1,143 @@
+//! Visible blocks as a work list.
+
+use crate::Result;
+use crate::mutant::planted;
+use crate::paged::{Family, ScheduleOptions, Stored, Variant};
+use crate::work::{NO_MASK, Row, WorkList};
+
+use super::{Blocks, Geometry};
+
+/// Checks what is visible and writes its work list into `list`, whose memory is used again. The list is for
+/// [`attend`](super::attend) alone. `options.cascade` and `options.pad_to` have no meaning here.
+///
+/// Neighbouring blocks of queries that see the same become one row: how queries are tiled changes no bit.
+///
+/// # Errors
+/// What [`Geometry::check`] and [`Blocks::check`] refuse; `list` is then as it was.
+pub fn schedule(
+    geometry: &Geometry,
+    blocks: &Blocks<'_>,
+    options: &ScheduleOptions,
+    list: &mut WorkList,
+) -> Result<()> {
+    geometry.check()?;
+    blocks.check(geometry)?;
+    let per_head = blocks.heads > 1;
+    let heads = if per_head { geometry.num_qo_heads } else { 1 };
+    let shapes = geometry.with_blocks(blocks.block_kv, per_head);
+    let full = Variant { sm_scale: 1.0, ..Variant::full(geometry.head_dim_qk) };
+    list.start(Stored::Blocks, &shapes, &full, geometry.batch * heads * blocks.q_len);
+    list.blocks.partial.clear();
+    list.blocks.positions.clear();
+    each_row(geometry, blocks, |row, first| {
+        list.rows.push(row);
+        if let Some(at) = first {
+            let visible = at..at + row.page_count as usize;
+            list.pages.extend_from_slice(&blocks.indices[visible.clone()]);
+            if planted("flex-block-order") {
+                list.pages[row.page_begin as usize..].reverse();
+            }
+            if !blocks.partial.is_empty() {
+                list.blocks.partial.extend_from_slice(&blocks.partial[visible.clone()]);
+            }
+            if let Some(positions) = blocks.positions {
+                let logical = blocks.indices[visible].iter().map(|&block| positions[block as usize]);
+                list.blocks.positions.extend(logical);
+            }
+        }
+    });
+    list.num_pages = blocks.kv_blocks();
+    list.blocks.batch = geometry.batch;
+    list.blocks.num_qo_heads = geometry.num_qo_heads;
+    list.blocks.num_kv_heads = geometry.num_kv_heads;
+    list.blocks.q_len = blocks.q_len;
+    list.blocks.kv_len = blocks.kv_len;
+    list.blocks.per_head = per_head;
+    list.blocks.any_partial = list.blocks.partial.iter().any(|&partial| partial != 0);
+    list.blocks.key_bound = blocks.key_bound();
+    list.cut(&ScheduleOptions { cascade: false, ..*options });
+    Ok(())
+}
+
+/// Gives each row to `take`, with where its blocks start in `indices` when they are to be appended to the list's pages;
+/// `None` for a row whose blocks are there already.
+fn each_row(geometry: &Geometry, blocks: &Blocks<'_>, mut take: impl FnMut(Row, Option<usize>)) {
+    let heads = if blocks.heads > 1 { geometry.num_qo_heads } else { 1 };
+    let q_blocks = blocks.q_blocks();
+    let family = Family::Tile;
+    let leaf_keys = family.leaf_keys(blocks.q_len);
+    let list = |plane: usize, block: usize| {
+        let at = plane * q_blocks + block;
+        (blocks.indptr[at] as usize, blocks.indptr[at + 1] as usize)
+    };
+    let alike = |(a, b): (usize, usize), (c, d): (usize, usize)| {
+        let partial = |from: usize, to: usize| blocks.partial.get(from..to).unwrap_or_default();
+        blocks.indices[a..b] == blocks.indices[c..d] && partial(a, b) == partial(c, d)
+    };
+    let mut pages = 0;
+    for plane in 0..geometry.batch * heads {
+        // One mask for all batches: the first batch's blocks serve the others.
+        let shared = blocks.batch == 1 && plane >= heads;
+        let of = if shared { plane % heads } else { plane };
+        if shared && plane.is_multiple_of(heads) {
+            pages = 0;
+        }
+        let mut block = 0;
+        while block < q_blocks {
+            let (from, to) = list(of, block);
+            let mut end = block + 1;
+            while end < q_blocks && alike((from, to), list(of, end)) {
+                end += 1;
+            }
+            let q_first = block * blocks.block_q;
+            let q_len = (end * blocks.block_q).min(blocks.q_len) - q_first;
+            let row = Row {
+                mask_begin: NO_MASK,
+                q_begin: (plane * blocks.q_len + q_first) as u32,
+                q_len: q_len as u32,
+                kv_len: blocks.keys(from, to) as u32,
+                page_begin: pages as u32,
+                page_count: (to - from) as u32,
+                family: family as u32,
+                leaf_keys,
+                ..Row::default()
+            };
+            take(row, (!shared).then_some(from));
+            pages += to - from;
+            block = end;
+        }
+    }
+}
+
+/// Whether `list` is the list of these blocks, compared in full; never for blocks that would be refused.
+pub fn is_for(list: &WorkList, geometry: &Geometry, blocks: &Blocks<'_>) -> bool {
+    let of = &list.blocks;
+    let shapes = list.stored == Stored::Blocks
+        && list.geometry == geometry.with_blocks(blocks.block_kv, blocks.heads > 1)
+        && (of.batch, of.num_qo_heads, of.num_kv_heads)
+            == (geometry.batch, geometry.num_qo_heads, geometry.num_kv_heads)
+        && (of.q_len, of.kv_len) == (blocks.q_len, blocks.kv_len)
+        && of.partial.is_empty() == (blocks.partial.is_empty() || list.pages.is_empty())
+        && of.positions.is_empty() == (blocks.positions.is_none() || list.pages.is_empty());
+    if !shapes || blocks.check(geometry).is_err() || of.key_bound != blocks.key_bound() {
+        return false;
+    }
+    let (mut rows, mut pages, mut same) = (0, 0, true);
+    each_row(geometry, blocks, |row, first| {
+        same &= list.rows.get(rows) == Some(&row);
+        rows += 1;
+        if let (true, Some(at)) = (same, first) {
+            let (here, there) = (pages..pages + row.page_count as usize, at..at + row.page_count as usize);
+            pages = here.end;
+            same &= list.pages.get(here.clone()) == blocks.indices.get(there.clone());
+            if !blocks.partial.is_empty() {
+                same &= of.partial.get(here.clone()) == blocks.partial.get(there.clone());
+            }
+            if let (true, Some(positions)) = (same, blocks.positions) {
+                let logical = blocks.indices[there].iter().map(|&block| &positions[block as usize]);
+                same &= of.positions[here].iter().eq(logical);
+            }
+        }
+    });
+    same && rows == list.rows.len() && pages == list.pages.len()
+}
