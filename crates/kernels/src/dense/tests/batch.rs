@@ -121,7 +121,7 @@ impl Batch {
             indptr
         };
         // Every other row's prefix starts within its first page, and has a page to spare.
-        let start = |row: &Row| if row.id % 2 == 0 { (row.id as usize / 2) % s } else { 0 };
+        let start = |row: &Row| if row.id.is_multiple_of(2) { (row.id as usize / 2) % s } else { 0 };
         let pages_of = |row: &Row| {
             if row.prefix == 0 { 0 } else { (start(row) + row.prefix).div_ceil(s) + row.id as usize % 2 }
         };
