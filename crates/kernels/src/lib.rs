@@ -17,6 +17,7 @@
 //! | `mla` | absorbed latent attention's safe entry, over the same tables and work lists |
 //! | `dense` | dense varlen attention's safe entry: rows over `[prefix \| fresh]` |
 //! | `flex` | block-mask attention's safe entry: blocks, score mods and mask mods |
+//! | `dsa` | sparse attention: index keys, scores and picks, attention over the pick |
 //! | `work` | the flat work list that CPU and CUDA executors share |
 //! | [`lse`] | merging partial attention results |
 //! | [`synth`] | the synthetic Q, K and V that any row can be rebuilt from |

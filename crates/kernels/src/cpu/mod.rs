@@ -6,6 +6,7 @@
 //! | [`isa`] | which instructions this machine has, and which the kernels shall use |
 //! | `paged` | paged attention, and the executor of work lists |
 //! | `mla` | latent attention, dense and over picked latents |
+//! | `dsa` | index scores, and the pick of a row in linear time |
 //! | `arena`, `workers` | scratch cut from a workspace; numbered work shared among threads |
 //! | [`peak`] | how fast a thread multiplies and adds |
 //! | `merge` | partial results joined, for [`lse`](crate::lse) |

@@ -13,8 +13,8 @@
 //! | [`KeyFormat`], [`quantise_keys`] | how index keys are stored, fp8 with a scale a key among them |
 //! | [`scores`] | `I`, for those who want to see it |
 //! | [`topk`], [`select_topk_causal`] | the pick of given scores: in linear time, and by a plain stable sort |
-//! | [`sparse_attend`] | attention over the pick |
 //! | [`select`], [`index_topk`] | both at once: keys in pages, or one request's keys in one tensor |
+//! | [`sparse_attend`] | attention over the pick |
 //!
 //! # What is picked
 //!

@@ -141,6 +141,9 @@ pub(crate) unsafe fn run(call: &Call<'_>, sink: Sink, workspace: &mut [u8], work
         let count = panel.min(rows - first);
         let cut = Runs::cut(&call.table, first, count, workers);
         each(if cut.chunks > 1 { workers } else { 1 }, count, &|_, row| {
+            if call.table.seen(first + row) == 0 {
+                return;
+            }
             // SAFETY: each row has its own part of the packed queries, `depth <= width` words a head.
             let packed = unsafe { queries.slice(row * heads * depth, heads * depth) };
             // SAFETY: the row is one of `q`, whose inner axes are as `call` says.
