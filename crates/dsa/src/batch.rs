@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use mstar_core::kv::KvPlan;
+use mstar_core::resource::PaddedShape;
 use mstar_kernels::dsa::{KeyFormat, select_workspace_bytes, sparse_workspace_bytes};
 use mstar_kernels::mla::{Geometry, Variant};
 use mstar_kernels::paged::PageTable;
@@ -48,6 +49,23 @@ impl Layer {
             return refuse("index_topk", "must be 1..=2147483647", topk.to_string());
         }
         Ok(())
+    }
+}
+
+/// What the arrays of a plan are to have room for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Room {
+    pub(crate) rows: usize,
+    pub(crate) tokens: usize,
+    pub(crate) pages: usize,
+}
+
+impl Room {
+    /// Grows to a shape and its page ids.
+    pub(crate) fn add(&mut self, shape: PaddedShape, pages: usize) {
+        self.rows = self.rows.max(shape.rows);
+        self.tokens = self.tokens.max(shape.tokens);
+        self.pages = self.pages.max(pages);
     }
 }
 
@@ -103,21 +121,19 @@ impl Plan {
         Ok(Plan { layer: *layer, rows, dense })
     }
 
-    /// The plan of a cache's own rows, in the memory of `before`; `room` is rows, tokens and page ids to have room for.
+    /// The plan of a cache's own rows, in the memory of `before`.
     pub(crate) fn of_cache(
         layer: &Layer,
         kv: &KvPlan,
         before: Option<Plan>,
-        room: (usize, usize, usize),
+        room: Room,
         num_pages: usize,
         options: &PlanOptions,
     ) -> Result<Plan> {
         let (mut rows, dense) = before.map_or_else(Default::default, |plan| (plan.rows, Some(plan.dense)));
         // Copied when somebody still looks at the rows before.
         let made = Arc::make_mut(&mut rows);
-        if room.0 > 0 {
-            made.reserve(room.0, room.1, room.2);
-        }
+        made.reserve(room.rows, room.tokens, room.pages);
         made.make(kv, layer.geometry.page_size, layer.indexer.index_topk);
         Plan::of_rows(layer, rows, dense, num_pages, options)
     }

@@ -24,7 +24,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
-use mstar_core::attend::{AttnGeometry, BuildContext, IndexGeometry, IndexStore};
+use mstar_core::attend::{BuildContext, IndexGeometry, IndexStore, StepShape};
 use mstar_core::graph::captured_page_capacity;
 use mstar_core::kv::PagedKv;
 use mstar_core::resource::{Fingerprint, Ingest, Outcome, PaddedShape, Promotion, StepContext};
@@ -37,13 +37,13 @@ pub(crate) use factory::supports;
 
 use self::memory::{Memory, Sizes};
 use self::places::{Places, Stored};
+use crate::batch::Room;
 use crate::{DsaPlan, IndexKeyStore, Layer, Plan};
 
 /// DeepSeek sparse attention over one latent cache.
 pub struct DsaManager {
     name: ResourceName,
     kv: Arc<dyn PagedKv>,
-    attn: AttnGeometry,
     layer: Layer,
     index: IndexGeometry,
     /// The plane of index keys, when they lie in pages.
@@ -52,8 +52,8 @@ pub struct DsaManager {
     buffers: Mutex<HashMap<Label, IndexKeyStore>>,
     /// What each label and slot gets from the first.
     foreseen: Sizes,
-    /// Rows and tokens that plans have room for from the first.
-    largest: PaddedShape,
+    /// What plans have room for from the first.
+    largest: Option<StepShape>,
     places: Places,
 }
 
@@ -100,17 +100,15 @@ impl DsaManager {
             Some(largest) => Sizes::foreseen(&layer, index, largest).map_err(said)?,
             None => Sizes::default(),
         };
-        let largest = cx.largest.map_or((0, 0), |largest| (largest.rows, largest.tokens));
         Ok(DsaManager {
             name: cx.name.clone(),
             kv,
-            attn: cx.geometry.clone(),
             layer,
             index: index.clone(),
             plane: IndexGeometry::plane_name(&cx.name),
             buffers: Mutex::default(),
             foreseen,
-            largest: PaddedShape { rows: largest.0, tokens: largest.1 },
+            largest: cx.largest,
             places: Places::default(),
         })
     }
@@ -160,13 +158,14 @@ impl DsaManager {
     fn plan_label(&self, id: &PlanId, bucket: Option<PaddedShape>) -> Result<()> {
         let kv = self.kv.kv_plan(id)?;
         let config = self.kv.config();
-        let captured = self.places.captured();
-        let room = [Some(self.largest), captured, bucket].into_iter().flatten();
-        let room = room.fold(PaddedShape { rows: 0, tokens: 0 }, |a, b| PaddedShape {
-            rows: a.rows.max(b.rows),
-            tokens: a.tokens.max(b.tokens),
-        });
-        let pages = captured_page_capacity(room, config);
+        let mut room = Room::default();
+        if let Some(StepShape { rows, tokens, kv_len }) = self.largest {
+            let pages = rows.saturating_mul(config.pages_for(kv_len).saturating_add(1));
+            room.add(PaddedShape { rows, tokens }, pages);
+        }
+        for shape in [self.places.captured(), bucket].into_iter().flatten() {
+            room.add(shape, captured_page_capacity(shape, config));
+        }
         let capacity = bucket.map(|PaddedShape { rows, tokens }| Capacity {
             rows,
             tokens,
@@ -182,10 +181,9 @@ impl DsaManager {
                 Some(Err(held)) => (None, Some(Arc::clone(&held.memory))),
                 None => (None, None),
             };
-            let (room, num_pages) = ((room.rows, room.tokens, pages), config.max_num_pages);
+            let num_pages = config.max_num_pages;
             let plan = self.said(Plan::of_cache(&self.layer, &kv, before, room, num_pages, &options))?;
-            let sizes = Sizes::of_plan(&plan, room.1, &self.index);
-            let sizes = sizes.max(self.foreseen);
+            let sizes = Sizes::of_plan(&plan, room.tokens, &self.index).max(self.foreseen);
             let memory = match memory {
                 Some(memory) => {
                     let mut held = memory.lock().unwrap_or_else(PoisonError::into_inner);
@@ -243,7 +241,7 @@ impl Resource for DsaManager {
     fn fingerprint(&self) -> Option<Fingerprint> {
         let IndexGeometry { index_n_heads, index_head_dim, index_topk, format, full_layers, .. } =
             &self.index;
-        let scale = self.attn.softmax.sm_scale.to_bits();
+        let scale = self.layer.sm_scale.to_bits();
         let text = format!(
             "dsa {:?} {scale:08x} {index_n_heads} {index_head_dim} {index_topk} {format} {full_layers:?}",
             self.layer.geometry

@@ -183,6 +183,19 @@ fn a_foreign_batch_agrees_with_the_oracle() {
 }
 
 #[test]
+fn f01_queries_that_see_no_key_yield_nothing() {
+    let plan = Plan::new(&layer(), &TABLE, &PlanOptions::default()).unwrap();
+    let (o, lse, picks) = Batch::new(14).run(&plan, plan.workspace_bytes()).unwrap();
+    // A row without keys, and the first two of five queries over three keys.
+    for query in [6, 7, 8, 9] {
+        assert!(o[query * H * C..][..H * C].iter().all(|x| x.to_bits() == 0), "query {query}");
+        assert!(lse[query * H..][..H].iter().all(|x| *x == f32::NEG_INFINITY), "query {query}");
+        assert!(picks[query * K..][..K].iter().all(|&p| p == -1), "query {query}");
+    }
+    assert!(lse.iter().enumerate().all(|(at, x)| x.is_finite() != (6..10).contains(&(at / H))));
+}
+
+#[test]
 fn f17_padding_of_a_foreign_batch_yields_nothing_and_changes_no_bit() {
     let plan = Plan::new(&layer(), &TABLE, &PlanOptions::default()).unwrap();
     let capacity = Some(Capacity { rows: 8, tokens: 20, pages: 30 });
