@@ -42,7 +42,7 @@ impl Default for PlanOptions {
     }
 }
 
-/// What [`Plan::replan`] did.
+/// What making a plan again did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Planned {
     /// Nothing: the plan was already that of these inputs.
