@@ -3,6 +3,8 @@
 #[cfg(feature = "dsa")]
 mod dsa;
 mod memory;
+#[cfg(any(feature = "mla", feature = "dsa"))]
+mod mla;
 #[cfg(feature = "paged")]
 mod paged;
 
@@ -33,6 +35,8 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
         paged::list(quick),
         #[cfg(feature = "dsa")]
         dsa::list(quick),
+        #[cfg(any(feature = "mla", feature = "dsa"))]
+        mla::list(quick),
         memory::list(quick),
     ];
     families.into_iter().flatten().collect()

@@ -216,6 +216,9 @@ impl<'a> Engine<'a> {
                 l,
                 alpha: self.alpha,
             });
+            if planted("mla-rescale-dropped") {
+                self.alpha.fill(1.0);
+            }
             (body.values)(&mut Values {
                 weights: self.weights,
                 alpha: self.alpha,

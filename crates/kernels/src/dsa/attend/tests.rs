@@ -374,7 +374,8 @@ fn threads_neighbours_and_the_width_of_the_selection_change_no_bit() {
         let (o, lse) = (5 * 48, 5);
         for (t, row) in rows.iter().enumerate() {
             for topk in [row.1.len(), 1700, 4000] {
-                let mut alone = Batch::<T>::make(SHAPE, &[(0, 1700)], &[row.clone()], topk, 1 + t as u64);
+                let mut alone =
+                    Batch::<T>::make(SHAPE, &[(0, 1700)], std::slice::from_ref(row), topk, 1 + t as u64);
                 alone.q_nope = batch.q_nope[t * o..(t + 1) * o].to_vec();
                 alone.q_pe = batch.q_pe[t * 80..(t + 1) * 80].to_vec();
                 let got = alone.run();

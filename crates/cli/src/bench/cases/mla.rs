@@ -1,0 +1,220 @@
+//! Latent attention: decode and prefill over every key, and attention over picked latents.
+
+#[cfg(feature = "dsa")]
+use mstar_kernels::dsa::{SparseParams, sparse_attend, sparse_workspace_bytes};
+use mstar_kernels::mla::{AttendParams, Geometry, Variant, attend, schedule, workspace_bytes};
+use mstar_kernels::paged::{PageTable, ScheduleOptions};
+use mstar_kernels::work::WorkList;
+use mstar_kernels::{Buffer, DType, Stream, TensorRef};
+
+use super::{Case, Cost, Work, filled};
+
+/// DeepSeek-V3's latents.
+const C: usize = 512;
+const E: usize = 64;
+const PAGE_SIZE: usize = 64;
+const SM_SCALE: f32 = 0.0721688;
+
+/// Equal rows of `q_len` query tokens each, the last at the last of `kv_len` keys.
+#[derive(Clone, Copy)]
+struct Rows {
+    rows: usize,
+    q_len: usize,
+    kv_len: usize,
+    heads: usize,
+    dtype: DType,
+    /// Picks a row; 0 attends every key.
+    picks: usize,
+}
+
+/// The cases of this family.
+pub(super) fn list(quick: bool) -> Vec<Case> {
+    let kv_len = if quick { 2048 } else { 32768 };
+    let base = Rows { rows: 1, q_len: 1, kv_len, heads: 16, dtype: DType::Bf16, picks: 0 };
+    let mut cases: Vec<Case> =
+        [16, 64, 128].into_iter().map(|heads| latent(Rows { heads, ..base })).collect();
+    cases.push(latent(Rows { dtype: DType::F32, ..base }));
+    cases.push(latent(Rows { rows: 16, kv_len: kv_len / 16, ..base }));
+    cases.push(latent(Rows { q_len: kv_len / 16, kv_len: kv_len / 16, ..base }));
+    #[cfg(feature = "dsa")]
+    {
+        let sparse = Rows { picks: if quick { 256 } else { 2048 }, ..base };
+        cases.extend([16, 64, 128].into_iter().map(|heads| picked(Rows { heads, ..sparse })));
+        cases.push(picked(Rows { rows: 16, kv_len: kv_len / 4, ..sparse }));
+    }
+    cases
+}
+
+impl Rows {
+    fn tokens(&self) -> usize {
+        self.rows * self.q_len
+    }
+
+    fn geometry(&self) -> Geometry {
+        Geometry {
+            num_qo_heads: self.heads,
+            kv_lora_rank: C,
+            qk_rope_head_dim: E,
+            page_size: PAGE_SIZE,
+            q_dtype: self.dtype,
+            kv_dtype: self.dtype,
+        }
+    }
+
+    fn shape(&self) -> String {
+        let Rows { rows, q_len, kv_len, heads, dtype, picks } = self;
+        match (picks, q_len) {
+            (0, 1) => format!("{rows} x {kv_len}, {heads} heads, {dtype}"),
+            (0, q_len) => format!("{q_len} of {kv_len}, {heads} heads, {dtype}"),
+            (picks, _) => format!("{rows} x {picks} of {kv_len}, {heads} h"),
+        }
+    }
+
+    /// Every latent that is attended once, queries and outputs once; unmasked pairs.
+    fn cost(&self) -> Cost {
+        let keys = if self.picks > 0 { self.picks } else { self.kv_len };
+        let latents = self.rows * keys * (C + E);
+        let qo = self.tokens() * self.heads * (C + E + C);
+        let pairs = self.tokens() as f64 * (2 * keys + 1 - self.q_len) as f64 / 2.0;
+        let bytes = ((latents + qo) * self.dtype.size()) as f64;
+        Cost { bytes, flops: 2.0 * (self.heads * (C + E + C)) as f64 * pairs }
+    }
+
+    fn pages_per_row(&self) -> usize {
+        self.kv_len.div_ceil(PAGE_SIZE)
+    }
+
+    /// Where each row's pages start, and the pages: neighbours lie far apart in the pool, and an odd step visits each
+    /// of a power of two.
+    fn pages(&self) -> (Vec<i32>, Vec<i32>) {
+        let (each, pages) = (self.pages_per_row(), self.rows * self.pages_per_row());
+        let indptr = (0..=self.rows).map(|row| (row * each) as i32).collect();
+        (indptr, (0..pages).map(|i| (i * ((pages / 2 + 1) | 1) % pages) as i32).collect())
+    }
+}
+
+/// What both kinds of case attend with.
+struct Tensors {
+    q: Buffer,
+    latent: Buffer,
+    o: Buffer,
+    workspace: Buffer,
+}
+
+impl Tensors {
+    fn new(rows: Rows, workspace: usize) -> anyhow::Result<Tensors> {
+        let (t, pages) = (rows.tokens(), rows.rows * rows.pages_per_row());
+        Ok(Tensors {
+            q: filled(rows.dtype, t * rows.heads * (C + E))?,
+            latent: filled(rows.dtype, pages * PAGE_SIZE * (C + E))?,
+            o: Buffer::for_tensor(rows.dtype, &[t, rows.heads, C])?,
+            workspace: Buffer::zeroed(workspace)?,
+        })
+    }
+}
+
+/// `q_nope`, `q_pe` and the latents.
+fn inputs<'a>(rows: &Rows, q: &'a Buffer, latent: &'a Buffer) -> anyhow::Result<[TensorRef<'a>; 3]> {
+    let q = q.tensor(0, rows.dtype, &[rows.tokens(), rows.heads, C + E])?;
+    let pool = [rows.rows * rows.pages_per_row(), PAGE_SIZE, C + E];
+    Ok([q.narrow(2, 0, C)?, q.narrow(2, C, E)?, latent.tensor(0, rows.dtype, &pool)?])
+}
+
+fn latent(rows: Rows) -> Case {
+    let make = move || -> anyhow::Result<Work> {
+        let (kv_indptr, kv_indices) = rows.pages();
+        let qo_indptr: Vec<i32> = (0..=rows.rows).map(|row| (row * rows.q_len) as i32).collect();
+        let last = ((rows.kv_len - 1) % PAGE_SIZE + 1) as i32;
+        let table = PageTable {
+            qo_indptr: &qo_indptr,
+            kv_indptr: &kv_indptr,
+            kv_indices: &kv_indices,
+            kv_last_page_len: &vec![last; rows.rows],
+            num_pages: kv_indices.len(),
+            ..PageTable::default()
+        };
+        let workers = rayon::current_num_threads();
+        let mut work = WorkList::default();
+        let options = ScheduleOptions { workers, ..ScheduleOptions::default() };
+        let variant = Variant { sm_scale: SM_SCALE, causal: true };
+        schedule(&rows.geometry(), &variant, &table, &options, &mut work)?;
+        let bytes = workspace_bytes(&work, workers);
+        let mut tensors = Tensors::new(rows, bytes)?;
+        Ok(Box::new(move || {
+            let Tensors { q, latent, o, workspace } = &mut tensors;
+            let [q_nope, q_pe, latent] = inputs(&rows, q, latent)?;
+            let params = AttendParams {
+                work: &work,
+                q_nope,
+                q_pe,
+                latent,
+                o: o.tensor_mut(0, rows.dtype, &[rows.tokens(), rows.heads, C])?,
+                lse: None,
+                workspace: workspace.tensor_mut(0, DType::U8, &[bytes])?,
+                workers,
+            };
+            Ok(attend(&Stream::cpu(), params)?)
+        }))
+    };
+    Case { kernel: "mla", shape: rows.shape(), dtype: rows.dtype, cost: rows.cost(), make: Box::new(make) }
+}
+
+#[cfg(feature = "dsa")]
+fn picked(rows: Rows) -> Case {
+    let make = move || -> anyhow::Result<Work> {
+        let (kv_indptr, kv_indices) = rows.pages();
+        let (t, picks) = (rows.tokens(), rows.picks);
+        let mut selection = Buffer::for_tensor(DType::I32, &[t, picks])?;
+        let mut view = selection.tensor_mut(0, DType::I32, &[t * picks])?;
+        // Strewn over the context, ascending as a selection is.
+        let step = rows.kv_len / picks;
+        for (i, pick) in view.as_mut_slice::<i32>().unwrap_or_default().iter_mut().enumerate() {
+            *pick = (i % picks * step + i * 5 % step) as i32;
+        }
+        let row_request: Vec<i32> = (0..t).map(|row| (row / rows.q_len) as i32).collect();
+        let (page_start, kv_lens) = (vec![0; rows.rows], vec![rows.kv_len as i32; rows.rows]);
+        let workers = rayon::current_num_threads();
+        let bytes = sparse_workspace_bytes(&rows.geometry(), picks, workers);
+        let mut tensors = Tensors::new(rows, bytes)?;
+        Ok(Box::new(move || {
+            let Tensors { q, latent, o, workspace } = &mut tensors;
+            let [q_nope, q_pe, latent] = inputs(&rows, q, latent)?;
+            let params = SparseParams {
+                geometry: rows.geometry(),
+                sm_scale: SM_SCALE,
+                q_nope,
+                q_pe,
+                latent,
+                selection: selection.tensor(0, DType::I32, &[t, picks])?,
+                row_request: &row_request,
+                kv_indptr: &kv_indptr,
+                kv_indices: &kv_indices,
+                page_start: &page_start,
+                kv_lens: &kv_lens,
+                o: o.tensor_mut(0, rows.dtype, &[t, rows.heads, C])?,
+                lse: None,
+                workspace: workspace.tensor_mut(0, DType::U8, &[bytes])?,
+                workers,
+            };
+            Ok(sparse_attend(&Stream::cpu(), params)?)
+        }))
+    };
+    Case { kernel: "sparse", shape: rows.shape(), dtype: rows.dtype, cost: rows.cost(), make: Box::new(make) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn useful_work_counts_a_latent_once_whatever_the_heads() {
+        let rows = Rows { rows: 2, q_len: 1, kv_len: 100, heads: 3, dtype: DType::Bf16, picks: 0 };
+        let (latents, qo) = (2 * 100 * 576, 2 * 3 * (576 + 512));
+        assert_eq!(rows.cost().bytes, (2 * (latents + qo)) as f64);
+        assert_eq!(rows.cost().flops, (2 * 2 * 100 * 3 * (576 + 512)) as f64);
+        let picks = Rows { picks: 10, ..rows };
+        assert_eq!(picks.cost().flops, rows.cost().flops / 10.0);
+        let square = Rows { rows: 1, q_len: 4, kv_len: 4, ..rows };
+        assert_eq!(square.cost().flops, (2 * 10 * 3 * (576 + 512)) as f64);
+    }
+}
