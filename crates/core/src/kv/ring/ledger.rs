@@ -221,7 +221,8 @@ impl Ledger {
                 return Ok(Outcome::NotReady(refused(reason)));
             }
             let expected = self.expected(request, held);
-            let again = segment.commit && frame_pos + 1 == expected && planted("ring-commit-twice");
+            let again =
+                planted("ring-commit-twice") && segment.commit && frame_pos.checked_add(1) == Some(expected);
             if *frame_pos != expected && !again {
                 let reason = RefusalReason::RingClock { request: request.clone(), expected, got: *frame_pos };
                 return Ok(Outcome::Refused(refused(reason)));
@@ -354,7 +355,7 @@ impl Ledger {
         }
         let stands = step.passes.iter().zip(&step.generations).all(|(pass, &generation)| {
             self.requests.get(&pass.request).is_some_and(|held| {
-                held.generation == generation
+                (held.generation == generation || planted("ring-wrong-generation"))
                     && held.clock == pass.frame_pos
                     && held.world == Some(pass.world)
                     && !held.busy
@@ -412,7 +413,9 @@ impl Ledger {
             let mut step = self.steps.pop_back().expect("the step is there");
             self.shelf.forget(step.serial);
             let claims = std::mem::take(&mut step.claims);
-            worlds.extend(self.unclaim(&step, claims));
+            if !planted("ring-abort-keeps-world") {
+                worlds.extend(self.unclaim(&step, claims));
+            }
             writes.push(step.writes);
         }
         (writes, worlds)

@@ -61,7 +61,7 @@ pub(super) struct Pass {
 impl Pass {
     /// Whether the step's commit keeps the frame. A warm-up's dummy keeps nothing.
     pub(super) fn keeps(&self) -> bool {
-        self.commit && !self.request.is_dummy()
+        (self.commit || planted("ring-uncommitted-kept")) && !self.request.is_dummy()
     }
 }
 
@@ -159,7 +159,8 @@ impl RingPlan {
             ));
         }
         let padded = (real..rows).map(RequestId::dummy);
-        self.rows.extend(padded.map(|request| RingRow { request, world: None, frame_pos: 0, commit: false }));
+        let world = planted("ring-padded-row-writes").then_some(0);
+        self.rows.extend(padded.map(|request| RingRow { request, world, frame_pos: 0, commit: false }));
         Ok(())
     }
 }
