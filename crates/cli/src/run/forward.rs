@@ -200,7 +200,9 @@ impl Picked {
     /// The picks that `room` attended in `layer`; `None` for a room without an indexer.
     fn copy(room: &Room, plan: &KvPlan, layer: usize) -> anyhow::Result<Option<Picked>> {
         let Some(index) = room.indexer() else { return Ok(None) };
-        let full = index.full_layer_of(layer).context("no layer before it selects (a bug of mstar's)")?;
+        // By the rule itself, and not by the function that the resource follows.
+        let full = index.full_layers.iter().copied().filter(|&full| full <= layer).max();
+        let full = full.context("no layer before it selects (a bug of mstar's)")?;
         let Some(sparse) = room.selects(&plan.id)? else {
             return Ok(Some(Picked { layer: full, selection: None }));
         };

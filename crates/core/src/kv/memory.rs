@@ -8,6 +8,7 @@
 use std::ptr::NonNull;
 
 use mstar_kernels::cpu::scatter::scatter;
+use mstar_kernels::mutant::planted;
 use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef};
 
 use super::config::Stored;
@@ -282,7 +283,8 @@ impl KvMemory {
     /// Both ids are pages of this cache; nobody writes the first or touches the second meanwhile.
     pub(super) fn copy_page(&self, from: i32, to: i32) {
         let (from, to) = (self.checked(from), self.checked(to));
-        for plane in &self.planes {
+        let copied = if planted("fork-forgets-planes") { 1 } else { self.planes.len() };
+        for plane in &self.planes[..copied] {
             let bytes = self.block_bytes(plane);
             for layer in 0..plane.layers {
                 let (src, dst) = (self.block(plane, layer, from), self.block(plane, layer, to));
@@ -319,7 +321,12 @@ impl KvMemory {
         assert_eq!(host.pages, pages.len(), "a reload has a page for each one saved");
         let view = host.buffer.tensor(0, DType::U8, &[host.buffer.len()]).expect("the whole buffer");
         let mut at = 0;
+        let first = self.planes_base(&self.planes[0]);
         self.blocks(pages, |plane, block, bytes| {
+            if planted("reload-forgets-planes") && plane != first {
+                at += bytes;
+                return;
+            }
             // SAFETY: as in `save`, which made the buffer with this very walk.
             unsafe { std::ptr::copy_nonoverlapping(view.as_ptr().add(at), plane.add(block), bytes) };
             at += bytes;
