@@ -5,7 +5,7 @@ use crate::cpu::paged::{Call, Extra, Mods, Out, Planes};
 use crate::cpu::tokens::{apart, on_cpu};
 use crate::paged::{Stored, Variant};
 use crate::work::WorkList;
-use crate::{DType, Error, Result, Stream, TensorMut, TensorRef};
+use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
 
 use super::{MaskMod, ScoreMod};
 
@@ -30,9 +30,9 @@ pub struct AttendParams<'a> {
     pub mask_mods: &'a [MaskMod<'a>],
     /// `[B, H, L, Dv]`, of the geometry's `q_dtype`; any outer strides; every element is written.
     pub o: TensorMut<'a>,
-    /// `[B, H, L]` f32: natural log-sum-exp, `-inf` where a query sees nothing.
+    /// `[B, H, L]` f32, any strides: natural log-sum-exp, `-inf` where a query sees nothing.
     pub lse: Option<TensorMut<'a>>,
-    /// `[B, H, L]` f32: each query's largest score after the mods, `-inf` where it sees nothing.
+    /// `[B, H, L]` f32, any strides: each query's largest score after the mods, `-inf` where it sees nothing.
     pub max_scores: Option<TensorMut<'a>>,
     /// `[n]` u8, contiguous: scratch of at least [`workspace_bytes`]; its content means nothing before or after.
     pub workspace: TensorMut<'a>,
@@ -74,8 +74,7 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
     apart("o", &o)?;
     for (name, tensor) in [("lse", &lse), ("max_scores", &max_scores)] {
         if let Some(tensor) = tensor {
-            tensor.expect(name, "[B, H, L]", &[b, h, l], Some(DType::F32), device)?;
-            apart(name, tensor)?;
+            per_query(name, tensor, [list.batch, list.num_qo_heads, list.q_len])?;
         }
     }
     if !params.sm_scale.is_finite() {
@@ -113,6 +112,22 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
     };
     crate::cpu::paged::run(&call, &mut memory[skip..], workers);
     Ok(())
+}
+
+/// Refuses what is not `[B, H, L]` f32; no axis of it need be contiguous.
+fn per_query(name: &'static str, tensor: &TensorMut<'_>, shape: [usize; 3]) -> Result<()> {
+    if tensor.shape() != shape {
+        let expected = format!("[B, H, L] = {shape:?}");
+        return Err(Error::Shape { tensor: name, expected, got: tensor.shape().to_vec() });
+    }
+    if tensor.dtype() != DType::F32 {
+        let expected = DType::F32.to_string();
+        return Err(Error::DTypeMismatch { tensor: name, expected, got: tensor.dtype() });
+    }
+    if tensor.device() != Device::Cpu {
+        return Err(Error::DeviceMismatch { tensor: name, expected: Device::Cpu, got: tensor.device() });
+    }
+    apart(name, tensor)
 }
 
 /// `[B, H, L, ..]` as the list's packed tokens see it.

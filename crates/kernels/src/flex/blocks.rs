@@ -58,11 +58,11 @@ impl Blocks<'_> {
         let parameter =
             |name, why: String, got: usize| Err(Error::Parameter { name, why, got: got.to_string() });
         for (name, block) in [("block_q", self.block_q), ("block_kv", self.block_kv)] {
-            if block == 0 || block as i64 > MAX_POSITION {
+            if block == 0 || block > MAX_POSITION as usize {
                 return parameter(name, format!("must be 1..={MAX_POSITION}"), block);
             }
         }
-        if self.kv_len as i64 > MAX_POSITION || self.kv_len > isize::MAX as usize {
+        if self.kv_len > MAX_POSITION as usize {
             return parameter("kv_len", format!("must be at most {MAX_POSITION}"), self.kv_len);
         }
         let tokens =

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::mutant::planted;
-use crate::paged::{Family, ScheduleOptions, Stored, Variant};
+use crate::paged::{APPEND_LEAF, Family, ScheduleOptions, Stored, Variant};
 use crate::work::{NO_MASK, Row, WorkList};
 
 use super::{Blocks, Geometry};
@@ -65,7 +65,8 @@ fn each_row(geometry: &Geometry, blocks: &Blocks<'_>, mut take: impl FnMut(Row, 
     let heads = if blocks.heads > 1 { geometry.num_qo_heads } else { 1 };
     let q_blocks = blocks.q_blocks();
     let family = Family::Tile;
-    let leaf_keys = family.leaf_keys(blocks.q_len);
+    // Whatever the number of queries: several streams may stand side by side along `L`.
+    let leaf_keys = APPEND_LEAF;
     let list = |plane: usize, block: usize| {
         let at = plane * q_blocks + block;
         (blocks.indptr[at] as usize, blocks.indptr[at + 1] as usize)

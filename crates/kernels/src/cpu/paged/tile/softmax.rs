@@ -138,7 +138,7 @@ fn vectors<S: Simd>(bits: u128) -> (usize, usize) {
 /// rounded to bf16 round the product first, so that the largest weight is 1 and stays it.
 #[inline(always)]
 fn exponent<S: Simd, P: Product<S>>(s: S, x: S::F, scale: S::F, offset: S::F) -> S::F {
-    if P::PER_WORD == 1 { s.mul_add(x, scale, offset) } else { s.add(s.mul(x, scale), offset) }
+    if P::PER_WORD == 1 { s.mul_add_once(x, scale, offset) } else { s.add(s.mul(x, scale), offset) }
 }
 
 /// Turns the block's scores into weights, brings `m` and `l` up to date, and returns by how much each row's

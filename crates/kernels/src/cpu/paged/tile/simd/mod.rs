@@ -32,6 +32,11 @@ pub(super) trait Simd: Copy {
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`; fused wherever the machine can.
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `a * b + c`, the product unrounded on every machine.
+    #[inline(always)]
+    fn mul_add_once(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        self.mul_add(a, b, c)
+    }
     /// The larger; `b` when either is NaN.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
     /// `x = n + f` with `n` integral and `|f| <= 1/2`, for `x` in -126..127; a NaN stays one in `f`.

@@ -51,6 +51,11 @@ impl Simd for Portable {
         }
     }
     #[inline(always)]
+    fn mul_add_once(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        // The product of two f32 is exact in f64.
+        map(|i| (f64::from(a[i]) * f64::from(b[i]) + f64::from(c[i])) as f32)
+    }
+    #[inline(always)]
     fn max(self, a: Self::F, b: Self::F) -> Self::F {
         map(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
