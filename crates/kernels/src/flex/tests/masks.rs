@@ -33,7 +33,7 @@ fn lists_of_any_batch_head_and_block_of_queries_agree_under_every_mask() {
     let q_ids: Vec<i32> = (0..75).map(|i| (i + 100) / 37).collect();
     let user = UserMask::new("checkers", |seen, row| {
         for (seen, &k) in seen.iter_mut().zip(row.k_idx) {
-            *seen = (row.batch + row.head + row.q_idx + k as usize) % 3 != 0;
+            *seen = !(row.batch + row.head + row.q_idx + k as usize).is_multiple_of(3);
         }
     });
     let window = MaskMod::SlidingWindow { left: 30, right: 5 };
@@ -53,7 +53,7 @@ fn lists_of_any_batch_head_and_block_of_queries_agree_under_every_mask() {
             MaskMod::Causal => d <= 0,
             MaskMod::SlidingWindow { .. } => (-30..=5).contains(&d),
             MaskMod::Document { .. } => documents[j] == q_ids[i],
-            MaskMod::User(_) => (b + h + i + j) % 3 != 0,
+            MaskMod::User(_) => !(b + h + i + j).is_multiple_of(3),
         }
     };
     for (n, (name, masks)) in masks.into_iter().enumerate() {
@@ -87,7 +87,7 @@ fn mods_are_applied_in_their_order() {
             }
         }
     });
-    let halved = |s: f64, j: usize| if j % 2 == 0 { s * 0.5 } else { s };
+    let halved = |s: f64, j: usize| if j.is_multiple_of(2) { s * 0.5 } else { s };
     let batch = Batch { q_offset: 90, ..Batch::new(SHAPE, random(SHAPE, 2, 1, 77)) };
     let d = |i: usize, j: usize| j as f64 - (i as f64 + 90.0);
     let slope = |s: f64, h: usize, i: usize, j: usize| s + f64::from(slopes[h]) * d(i, j);
