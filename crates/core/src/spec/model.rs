@@ -22,7 +22,8 @@ pub struct ModelSpec {
     pub kv_lora_rank: Option<usize>,
     /// `qk_rope_head_dim`: `E`.
     pub qk_rope_head_dim: usize,
-    /// `sm_scale`: scores are multiplied by this; `head_dim^-0.5` unless said.
+    /// `sm_scale`: scores are multiplied by this; `head_dim^-0.5` unless said. A model of latents must say it: its scale
+    /// belongs to the width of a query before it was absorbed, which no key of a spec holds.
     pub sm_scale: f32,
     /// `window_left`: a query at position `i` sees keys from `i - window_left` on; `None` sees all.
     pub window_left: Option<usize>,
@@ -102,10 +103,11 @@ impl ModelSpec {
         }
         let default_scale = head_dim.map(|d| (d as f64).powf(-0.5));
         let said = |key: &str| f.node().get(key).is_some();
-        if f.is_map() && !said("sm_scale") && !said("head_dim") && kv_lora_rank.is_some() {
+        if f.is_map() && !said("sm_scale") && kv_lora_rank.is_some() {
             f.fault_at(
                 "sm_scale",
-                "missing; a latent cache does not say the width that its default is made of",
+                "missing; it belongs to the width of a query before absorption, (nope + rope)^-0.5 of the model's \
+                 own query, which kv_lora_rank does not say",
             );
         }
         f.finish("here");

@@ -372,6 +372,15 @@ fn a_model_is_checked() {
         "  head_dim: 64\n  qk_rope_head_dim: 32",
         "s.yaml:13:21: model.qk_rope_head_dim: has no effect without kv_lora_rank; remove it",
     );
+    // With a head_dim beside it too: that is the width of another cache's queries.
+    for head_dim in ["  head_dim: 64\n", ""] {
+        check(
+            "  head_dim: 64\n",
+            &format!("{head_dim}  kv_lora_rank: 512\n"),
+            "s.yaml:9:3: model.sm_scale: missing; it belongs to the width of a query before absorption, \
+             (nope + rope)^-0.5 of the model's own query, which kv_lora_rank does not say",
+        );
+    }
     check(
         "kernels: auto",
         "kernels: auto\nworld_size: 3",
