@@ -55,20 +55,22 @@ impl Limits {
     }
 }
 
+/// Reads words in whole groups of 32.
+pub(super) fn fold(words: &[i64]) -> i64 {
+    // Independent lanes, so that operations do not wait for one another and the loop vectorises.
+    let mut lanes = [0i64; 32];
+    for row in words.chunks_exact(32) {
+        lanes.iter_mut().zip(row).for_each(|(lane, word)| *lane ^= word);
+    }
+    lanes.into_iter().fold(0, |a, b| a ^ b)
+}
+
 /// Bytes a second that all threads read together, from the same kind of memory as the cases' caches.
 fn read_bandwidth() -> anyhow::Result<f64> {
     let mut buffer = Buffer::for_tensor(DType::I64, &[READ_WORDS])?;
     let mut view = buffer.tensor_mut(0, DType::I64, &[READ_WORDS])?;
     let words = view.as_mut_slice::<i64>().unwrap_or_default();
     words.iter_mut().enumerate().for_each(|(i, word)| *word = i as i64);
-    // Independent lanes, so that operations do not wait for one another and the loop vectorises.
-    let fold = |words: &[i64]| {
-        let mut lanes = [0i64; 32];
-        for row in words.chunks_exact(32) {
-            lanes.iter_mut().zip(row).for_each(|(lane, word)| *lane ^= word);
-        }
-        lanes.into_iter().fold(0, |a, b| a ^ b)
-    };
     let mut best = 0f64;
     for _ in 0..READ_PASSES {
         let begun = Instant::now();

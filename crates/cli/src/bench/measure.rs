@@ -1,9 +1,35 @@
-//! Timing one case.
+//! Timing one case, and where the case reads a cache, that same memory read and nothing else.
 
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 /// What is called again and again.
 pub(super) type Work = Box<dyn FnMut() -> anyhow::Result<()>>;
+
+/// A case ready to be timed.
+pub(super) struct Made {
+    pub(super) work: Work,
+    /// Plain reads of the memory that `work` reads.
+    pub(super) reads: Option<PlainReads>,
+}
+
+impl Made {
+    /// A case that is held against the limits of the machine alone.
+    pub(super) fn alone(work: impl FnMut() -> anyhow::Result<()> + 'static) -> Made {
+        Made { work: Box::new(work), reads: None }
+    }
+}
+
+/// Reads of a case's own memory by all threads, which compute nothing.
+pub(super) struct PlainReads {
+    /// Bytes that either read takes.
+    pub(super) bytes: f64,
+    /// From end to end.
+    pub(super) in_order: Work,
+    /// Page by page in the order in which the case takes them.
+    pub(super) in_page_order: Work,
+}
 
 /// Times of one case.
 #[derive(Clone, Debug)]
@@ -14,26 +40,127 @@ pub(super) struct Timed {
     pub(super) fastest: f64,
     /// Repetitions.
     pub(super) repetitions: usize,
+    /// What the plain reads came to in the same repetitions.
+    pub(super) reads: Option<Reads>,
+}
+
+/// Plain reads beside a case.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Reads {
+    pub(super) in_order: Beside,
+    pub(super) in_page_order: Beside,
+}
+
+/// One kind of read, in turns with the case.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Beside {
+    /// Gigabytes a second: the middle repetition, the tenth and the ninetieth percentile.
+    pub(super) gb_per_s: f64,
+    pub(super) low: f64,
+    pub(super) high: f64,
+    /// The case's bytes a second, in percent of this read's: of the medians, and the same percentiles of the
+    /// repetitions, in each of which the two stood side by side.
+    pub(super) percent: f64,
+    pub(super) percent_low: f64,
+    pub(super) percent_high: f64,
 }
 
 /// Makes a case, warms it up and repeats it: at least five times (three when `quick`), then until a second (a tenth)
-/// has passed. Calls shorter than 50 us are timed in bundles.
-pub(super) fn measure(make: impl FnOnce() -> anyhow::Result<Work>, quick: bool) -> anyhow::Result<Timed> {
-    let mut work = make()?;
+/// has passed. Calls shorter than 50 us are timed in bundles. A case of `case_bytes` with reads of its own is repeated
+/// in turns with them, for three seconds: memory that is shared with others does not stay as fast as it was.
+pub(super) fn measure(
+    make: impl FnOnce() -> anyhow::Result<Made>,
+    case_bytes: f64,
+    quick: bool,
+) -> anyhow::Result<Timed> {
+    let mut made = make()?;
     let started = Instant::now();
-    work()?;
+    (made.work)()?;
     let once = started.elapsed().max(Duration::from_nanos(50));
     let bundle = (Duration::from_micros(50).as_nanos() / once.as_nanos()).clamp(0, 10_000) as usize + 1;
-    let (least, budget) = if quick { (3, 100) } else { (5, 1000) };
-    let mut times = Vec::new();
+    let (least, budget) = match (quick, made.reads.is_some()) {
+        (true, _) => (3, 100),
+        (false, false) => (5, 1000),
+        (false, true) => (15, 3000),
+    };
+    let (mut times, mut in_order, mut in_page_order) = (Vec::new(), Vec::new(), Vec::new());
     let started = Instant::now();
     while times.len() < least || started.elapsed() < Duration::from_millis(budget) {
-        let begun = Instant::now();
-        for _ in 0..bundle {
-            work()?;
+        if let Some(reads) = &mut made.reads {
+            in_order.push(seconds(&mut reads.in_order, bundle)?);
         }
-        times.push(begun.elapsed().as_secs_f64() / bundle as f64);
+        times.push(seconds(&mut made.work, bundle)?);
+        if let Some(reads) = &mut made.reads {
+            in_page_order.push(seconds(&mut reads.in_page_order, bundle)?);
+        }
     }
+    let reads = made.reads.map(|reads| Reads {
+        in_order: beside(&in_order, &times, reads.bytes, case_bytes),
+        in_page_order: beside(&in_page_order, &times, reads.bytes, case_bytes),
+    });
     times.sort_by(f64::total_cmp);
-    Ok(Timed { median: times[times.len() / 2], fastest: times[0], repetitions: times.len() })
+    Ok(Timed { median: times[times.len() / 2], fastest: times[0], repetitions: times.len(), reads })
+}
+
+/// Seconds a call, over a bundle of them.
+fn seconds(work: &mut Work, bundle: usize) -> anyhow::Result<f64> {
+    let begun = Instant::now();
+    for _ in 0..bundle {
+        work()?;
+    }
+    Ok(begun.elapsed().as_secs_f64().max(1e-9) / bundle as f64)
+}
+
+/// A read of `bytes` in `reads` seconds beside a case of `case_bytes` in `cases` seconds, repetition by repetition.
+fn beside(reads: &[f64], cases: &[f64], bytes: f64, case_bytes: f64) -> Beside {
+    // Low, middle, high.
+    let spread = |values: Vec<f64>| {
+        let mut sorted = values;
+        sorted.sort_by(f64::total_cmp);
+        let last = sorted.len() - 1;
+        [last / 10, sorted.len() / 2, last - last / 10].map(|at| sorted[at])
+    };
+    let [low, gb_per_s, high] = spread(reads.iter().map(|read| bytes / read / 1e9).collect());
+    let [_, case, _] = spread(cases.iter().map(|case| case_bytes / case / 1e9).collect());
+    let shares = reads.iter().zip(cases).map(|(read, case)| 100.0 * case_bytes / case / (bytes / read));
+    let [percent_low, _, percent_high] = spread(shares.collect());
+    Beside { gb_per_s, low, high, percent: 100.0 * case / gb_per_s, percent_low, percent_high }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_is_of_the_medians_and_its_spread_of_the_repetitions() {
+        // The machine is twice as fast from the third repetition on, for both alike.
+        let (reads, cases) = ([2.0, 2.0, 1.0, 1.0, 1.0], [4.0, 4.0, 2.0, 2.0, 2.5]);
+        let share = beside(&reads, &cases, 1e9, 0.5e9);
+        assert_eq!((share.low, share.gb_per_s, share.high), (0.5, 1.0, 1.0));
+        assert_eq!((share.percent_low, share.percent, share.percent_high), (20.0, 20.0, 25.0));
+    }
+
+    #[test]
+    fn reads_take_turns_with_the_case() {
+        let order = std::rc::Rc::new(std::cell::RefCell::new(String::new()));
+        let step = |name: char| -> Work {
+            let order = order.clone();
+            Box::new(move || {
+                order.borrow_mut().push(name);
+                std::thread::sleep(Duration::from_micros(60));
+                Ok(())
+            })
+        };
+        let made = Made {
+            work: step('w'),
+            reads: Some(PlainReads { bytes: 1.0, in_order: step('o'), in_page_order: step('p') }),
+        };
+        let timed = measure(|| Ok(made), 1.0, true).unwrap();
+        let order = order.borrow();
+        let turns = order.strip_prefix('w').expect("warmed up once");
+        assert_eq!(turns, "owp".repeat(timed.repetitions));
+        assert!(timed.reads.is_some() && timed.repetitions >= 3);
+    }
 }

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `cases` | the kernels, their shapes, and what each must move and compute; a file a family |
 //! | `limits` | read bandwidth and multiply-add peak, measured before anything is timed |
-//! | `measure` | repeated timing of one case |
+//! | `measure` | repeated timing of one case, in turns with plain reads of its cache where it is bound by them |
 //! | `report` | the table, and a baseline saved and compared |
 
 mod cases;
@@ -75,7 +75,7 @@ fn time(args: &Arguments, baseline: Option<&report::Saved>) -> anyhow::Result<re
             continue;
         }
         let name = format!("{} {}", case.kernel, case.shape);
-        let timed = measure::measure(case.make, args.quick).with_context(|| name.clone())?;
+        let timed = measure::measure(case.make, case.cost.bytes, args.quick).with_context(|| name.clone())?;
         let line = report::Line::new(name, &timed, case.dtype, case.cost, &limits);
         text::print(&line.text(baseline))?;
         saved.lines.push(line);

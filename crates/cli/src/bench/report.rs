@@ -8,7 +8,7 @@ use mstar_kernels::DType;
 use serde::{Deserialize, Serialize};
 
 use super::limits::Limits;
-use super::measure::Timed;
+use super::measure::{Beside, Reads, Timed};
 use crate::output::Output;
 
 /// Version of the saved form.
@@ -39,6 +39,9 @@ pub(super) struct Line {
     gflop_per_s: f64,
     /// The roofline's time over the median's, in percent; absent where neither side bounds the case.
     percent_of_roofline: Option<f64>,
+    /// Plain reads of the case's own memory, in turns with it; its roofline is then that of the read in order.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    reads: Option<Reads>,
 }
 
 /// All results of a run.
@@ -57,7 +60,8 @@ pub(super) struct Saved {
 
 impl Line {
     pub(super) fn new(name: String, timed: &Timed, dtype: DType, cost: Cost, limits: &Limits) -> Line {
-        let least = (cost.bytes / limits.read).max(cost.flops / limits.flops(dtype));
+        let read = timed.reads.map_or(limits.read, |reads| reads.in_order.gb_per_s * 1e9);
+        let least = (cost.bytes / read).max(cost.flops / limits.flops(dtype));
         Line {
             name,
             median_us: timed.median * 1e6,
@@ -66,6 +70,7 @@ impl Line {
             gb_per_s: cost.bytes / timed.median / 1e9,
             gflop_per_s: cost.flops / timed.median / 1e9,
             percent_of_roofline: (least > 0.0).then(|| 100.0 * least / timed.median),
+            reads: timed.reads,
         }
     }
 
@@ -87,8 +92,21 @@ impl Line {
                 format!("{:>8.2}x", before.median_us / self.median_us)
             });
         }
-        line + "\n"
+        line += "\n";
+        if let Some(reads) = &self.reads {
+            line += &share("of its memory read in order", &reads.in_order);
+            line += &share("of the same in page order", &reads.in_page_order);
+        }
+        line
     }
+}
+
+/// A read beside a case, and the share of it that the case comes to.
+fn share(of: &str, read: &Beside) -> String {
+    let Beside { gb_per_s, low, high, percent, percent_low, percent_high } = read;
+    format!(
+        "  {percent:>3.0} % ({percent_low:.0}-{percent_high:.0}) {of}, {gb_per_s:.1} GB/s ({low:.1}-{high:.1})\n"
+    )
 }
 
 /// The machine, and the table's head.
@@ -155,7 +173,7 @@ mod tests {
     }
 
     fn timed(median: f64) -> Timed {
-        Timed { median, fastest: median, repetitions: 5 }
+        Timed { median, fastest: median, repetitions: 5, reads: None }
     }
 
     #[test]
@@ -174,12 +192,23 @@ mod tests {
         let cost = Cost { bytes: 1e9, flops: 1e9 };
         let name = "decode 64 x 1024, 32/8 heads, bf16";
         let mut saved = Saved::new(&limits());
+        let beside = Beside {
+            gb_per_s: 123.4,
+            low: 122.4,
+            high: 125.6,
+            percent: 100.0,
+            percent_low: 100.0,
+            percent_high: 104.0,
+        };
+        let reads = Some(Reads { in_order: beside, in_page_order: beside });
+        let timed = |median| Timed { reads, ..timed(median) };
         saved.lines.push(Line::new(name.into(), &timed(0.5), DType::F32, cost, &limits()));
         let path = tempfile::tempdir().unwrap().keep().join("bench.json");
         saved.write(Output::open(&path).unwrap()).unwrap();
         let read = Saved::read(&path).unwrap();
+        assert!(read.lines[0].reads.is_some());
         let now = Line::new(name.into(), &timed(0.25), DType::F32, cost, &limits()).text(Some(&read));
-        assert!(now.trim_end().ends_with("2.00x"), "{now}");
+        assert!(now.lines().next().unwrap().ends_with("2.00x"), "{now}");
         for line in now.lines().chain(head(&limits(), Some(&read)).lines()) {
             assert!(line.chars().count() <= crate::text::COLUMNS, "{line}");
         }

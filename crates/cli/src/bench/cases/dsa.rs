@@ -6,7 +6,7 @@ use mstar_kernels::dsa::{
 };
 use mstar_kernels::{Buffer, DType, Stream};
 
-use super::{Case, Cost, Work, filled};
+use super::{Case, Cost, Made, filled};
 
 /// DeepSeek-V3.2's indexer.
 const HEADS: usize = 64;
@@ -84,7 +84,7 @@ fn stored_keys(rows: Rows) -> anyhow::Result<Buffer> {
 }
 
 fn indexer(kernel: &'static str, rows: Rows) -> Case {
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let (t, keys, format, q_dtype) = (rows.rows(), rows.keys, rows.format, rows.q_dtype());
         let per_request = keys / PAGE_SIZE;
         let pages = rows.requests * per_request;
@@ -105,7 +105,7 @@ fn indexer(kernel: &'static str, rows: Rows) -> Case {
         let width = if picks { TOPK } else { keys };
         let dtype = if picks { DType::I32 } else { DType::F32 };
         let mut out = Buffer::for_tensor(dtype, &[t, width])?;
-        Ok(Box::new(move || {
+        Ok(Made::alone(move || {
             let q = q.tensor(0, q_dtype, &[t, HEADS, WIDTH])?;
             let weights = weights.tensor(0, DType::F32, &[t, HEADS])?;
             let keys = pool.tensor(0, format.dtype(), &[pages, PAGE_SIZE, format.width(WIDTH)])?;
@@ -159,7 +159,7 @@ fn indexer(kernel: &'static str, rows: Rows) -> Case {
 /// The pick of one row's scores, all different or rectified to many ties.
 fn picker(keys: usize, ties: bool) -> Case {
     let topk_of = TOPK.min(keys / 2);
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let mut given = filled(DType::F32, keys)?;
         if ties {
             let mut view = given.tensor_mut(0, DType::F32, &[keys])?;
@@ -168,7 +168,7 @@ fn picker(keys: usize, ties: bool) -> Case {
         }
         let mut out = Buffer::for_tensor(DType::I32, &[topk_of])?;
         let positions = [keys as i32 - 1];
-        Ok(Box::new(move || {
+        Ok(Made::alone(move || {
             let params = TopkParams {
                 scores: given.tensor(0, DType::F32, &[1, keys])?,
                 positions: &positions,

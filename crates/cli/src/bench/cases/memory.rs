@@ -5,7 +5,7 @@ use mstar_kernels::cpu::scatter::scatter;
 use mstar_kernels::lse::{Merged, Partial, merge_natural};
 use mstar_kernels::{Buffer, DType, Stream};
 
-use super::{Case, Cost, Work, filled};
+use super::{Case, Cost, Made, filled};
 
 const D: usize = 128;
 const S: usize = 16;
@@ -19,12 +19,12 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
 
 fn scatter_case(tokens: usize) -> Case {
     let (g, dtype) = (8, DType::Bf16);
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let pages = 2 * tokens.div_ceil(S);
         let entries = filled(dtype, tokens * g * D)?;
         let mut cache = Buffer::for_tensor(dtype, &[pages, S, g, D])?;
         let slots: Vec<i64> = (0..tokens).map(|t| (t / S * 2 * S + t % S) as i64).collect();
-        Ok(Box::new(move || {
+        Ok(Made::alone(move || {
             let from = entries.tensor(0, dtype, &[tokens, g, D])?;
             let to = cache.tensor_mut(0, dtype, &[pages, S, g, D])?;
             Ok(scatter(&Stream::cpu(), &slots, from, to)?)
@@ -42,12 +42,12 @@ fn scatter_case(tokens: usize) -> Case {
 
 fn merge_case(tokens: usize, dtype: DType) -> Case {
     let h = 32;
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let parts = [filled(dtype, tokens * h * D)?, filled(dtype, tokens * h * D)?];
         let lses = [filled(DType::F32, tokens * h)?, filled(DType::F32, tokens * h)?];
         let (mut o, mut lse) =
             (Buffer::for_tensor(dtype, &[tokens * h * D])?, Buffer::for_tensor(DType::F32, &[tokens * h])?);
-        Ok(Box::new(move || {
+        Ok(Made::alone(move || {
             let part = |i: usize| -> anyhow::Result<Partial<'_>> {
                 Ok(Partial {
                     o: parts[i].tensor(0, dtype, &[tokens, h, D])?,

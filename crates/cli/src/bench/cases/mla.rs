@@ -7,7 +7,7 @@ use mstar_kernels::paged::{PageTable, ScheduleOptions};
 use mstar_kernels::work::WorkList;
 use mstar_kernels::{Buffer, DType, Stream, TensorRef};
 
-use super::{Case, Cost, Work, filled};
+use super::{Case, Cost, Made, filled};
 
 /// DeepSeek-V3's latents.
 const C: usize = 512;
@@ -121,7 +121,7 @@ fn inputs<'a>(rows: &Rows, q: &'a Buffer, latent: &'a Buffer) -> anyhow::Result<
 }
 
 fn latent(rows: Rows) -> Case {
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let (kv_indptr, kv_indices) = rows.pages();
         let qo_indptr: Vec<i32> = (0..=rows.rows).map(|row| (row * rows.q_len) as i32).collect();
         let last = ((rows.kv_len - 1) % PAGE_SIZE + 1) as i32;
@@ -140,7 +140,7 @@ fn latent(rows: Rows) -> Case {
         schedule(&rows.geometry(), &variant, &table, &options, &mut work)?;
         let bytes = workspace_bytes(&work, workers);
         let mut tensors = Tensors::new(rows, bytes)?;
-        Ok(Box::new(move || {
+        Ok(Made::alone(move || {
             let Tensors { q, latent, o, workspace } = &mut tensors;
             let [q_nope, q_pe, latent] = inputs(&rows, q, latent)?;
             let params = AttendParams {
@@ -161,7 +161,7 @@ fn latent(rows: Rows) -> Case {
 
 #[cfg(feature = "dsa")]
 fn picked(rows: Rows) -> Case {
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let (kv_indptr, kv_indices) = rows.pages();
         let (t, picks) = (rows.tokens(), rows.picks);
         let mut selection = Buffer::for_tensor(DType::I32, &[t, picks])?;
@@ -176,7 +176,7 @@ fn picked(rows: Rows) -> Case {
         let workers = rayon::current_num_threads();
         let bytes = sparse_workspace_bytes(&rows.geometry(), picks, workers);
         let mut tensors = Tensors::new(rows, bytes)?;
-        Ok(Box::new(move || {
+        Ok(Made::alone(move || {
             let Tensors { q, latent, o, workspace } = &mut tensors;
             let [q_nope, q_pe, latent] = inputs(&rows, q, latent)?;
             let params = SparseParams {

@@ -11,7 +11,7 @@ mod paged;
 use half::bf16;
 use mstar_kernels::{Buffer, DType};
 
-use super::measure::Work;
+use super::measure::{Made, PlainReads};
 use super::report::Cost;
 
 /// A kernel at one shape.
@@ -25,7 +25,7 @@ pub(super) struct Case {
     /// Useful work of a call.
     pub(super) cost: Cost,
     /// Allocates and fills what a call needs.
-    pub(super) make: Box<dyn FnOnce() -> anyhow::Result<Work>>,
+    pub(super) make: Box<dyn FnOnce() -> anyhow::Result<Made>>,
 }
 
 /// Every case, large shapes or small ones.
@@ -64,8 +64,14 @@ mod tests {
         for case in list(true) {
             assert!(super::super::KERNELS.contains(&case.kernel));
             assert!(case.kernel.len() + case.shape.len() < 34, "{} {}", case.kernel, case.shape);
-            let mut work = (case.make)().unwrap();
-            work().unwrap_or_else(|error| panic!("{} {}: {error:#}", case.kernel, case.shape));
+            let mut made = (case.make)().unwrap();
+            (made.work)().unwrap_or_else(|error| panic!("{} {}: {error:#}", case.kernel, case.shape));
+            assert_eq!(made.reads.is_some(), case.kernel == "decode");
+            if let Some(mut reads) = made.reads {
+                (reads.in_order)().unwrap();
+                (reads.in_page_order)().unwrap();
+                assert!(reads.bytes <= case.cost.bytes);
+            }
         }
         assert!(list(false).iter().all(|case| case.kernel.len() + case.shape.len() < 34));
     }

@@ -1,11 +1,16 @@
 //! Paged attention: prefill, append, decode, cascade, and planning.
 
+use std::hint::black_box;
+use std::sync::Arc;
+
 use mstar_attn_paged::{
     Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Stream, Variant, Workspace, run,
 };
-use mstar_kernels::{Buffer, DType};
+use mstar_kernels::{Buffer, DType, TensorRef};
+use rayon::prelude::*;
 
-use super::{Case, Cost, Work, filled};
+use super::super::limits::fold;
+use super::{Case, Cost, Made, PlainReads, filled};
 
 const D: usize = 128;
 const S: usize = 16;
@@ -20,6 +25,8 @@ struct Rows {
     shared: usize,
     h: usize,
     g: usize,
+    /// Tokens a page.
+    page: usize,
     dtype: DType,
     cascade: bool,
 }
@@ -27,8 +34,17 @@ struct Rows {
 /// The cases of this family.
 pub(super) fn list(quick: bool) -> Vec<Case> {
     let shrink = if quick { 8 } else { 1 };
-    let base =
-        Rows { rows: 1, q_len: 1, kv_len: 1, shared: 0, h: 32, g: 8, dtype: DType::Bf16, cascade: true };
+    let base = Rows {
+        rows: 1,
+        q_len: 1,
+        kv_len: 1,
+        shared: 0,
+        h: 32,
+        g: 8,
+        page: S,
+        dtype: DType::Bf16,
+        cascade: true,
+    };
     let mut cases = Vec::new();
     for dtype in [DType::F32, DType::Bf16] {
         let n = 1024 / if quick { 4 } else { 1 };
@@ -39,9 +55,10 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
     for dtype in [DType::F32, DType::Bf16] {
         cases.push(attention("append", Rows { q_len: 128, kv_len: 16384 / shrink, dtype, ..base }));
     }
-    for (rows, kv_len) in [(1, 8192), (1, 65536), (64, 1024)] {
+    for (rows, kv_len, page) in [(1, 8192, S), (1, 65536, S), (1, 65536, 64), (1, 65536, 128), (64, 1024, S)]
+    {
         for dtype in [DType::F32, DType::Bf16] {
-            cases.push(attention("decode", Rows { rows, kv_len: kv_len / shrink, dtype, ..base }));
+            cases.push(attention("decode", Rows { rows, kv_len: kv_len / shrink, page, dtype, ..base }));
         }
     }
     for cascade in [false, true] {
@@ -61,7 +78,7 @@ impl Rows {
             num_kv_heads: self.g,
             head_dim_qk: D,
             head_dim_vo: D,
-            page_size: S,
+            page_size: self.page,
             q_dtype: self.dtype,
             kv_dtype: self.dtype,
         }
@@ -70,7 +87,8 @@ impl Rows {
     fn shape(&self) -> String {
         let Rows { rows, q_len, kv_len, h, g, dtype, .. } = self;
         match q_len {
-            1 => format!("{rows} x {kv_len}, {h}/{g}, {dtype}"),
+            1 if self.page == S => format!("{rows} x {kv_len}, {h}/{g}, {dtype}"),
+            1 => format!("{rows} x {kv_len}, {h}/{g}, {dtype}, p{}", self.page),
             q_len => format!("{q_len} of {kv_len}, {h}/{g}, {dtype}"),
         }
     }
@@ -91,8 +109,8 @@ impl Rows {
     }
 
     fn tables(&self) -> Tables {
-        let per_row = self.kv_len.div_ceil(S);
-        let shared = self.shared / S;
+        let per_row = self.kv_len.div_ceil(self.page);
+        let shared = self.shared / self.page;
         let own = per_row - shared;
         let pages = shared + self.rows * own;
         // Neighbours in a row lie far apart in the pool, as they do after a while of serving.
@@ -106,7 +124,7 @@ impl Rows {
             qo_indptr: (0..=self.rows).map(|row| (row * self.q_len) as i32).collect(),
             kv_indptr: (0..=self.rows).map(|row| (row * per_row) as i32).collect(),
             kv_indices,
-            kv_last_page_len: vec![((self.kv_len - 1) % S + 1) as i32; self.rows],
+            kv_last_page_len: vec![((self.kv_len - 1) % self.page + 1) as i32; self.rows],
             pages,
         }
     }
@@ -147,16 +165,19 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
         ("cascade", false) => format!("{} x {}, flat, {}", rows.rows, rows.kv_len, rows.dtype),
         _ => rows.shape(),
     };
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let tables = rows.tables();
         let plan = Plan::new(&rows.geometry(), &Variant::causal(D), &tables.view(), &rows.options())?;
         let mut workspace = Workspace::for_plan(&plan)?;
         let (t, h, dtype) = (rows.rows * rows.q_len, rows.h, rows.dtype);
-        let pool = [tables.pages, S, rows.g, D];
+        let pool = [tables.pages, rows.page, rows.g, D];
         let len: usize = pool.iter().product();
-        let (q, k, v) = (filled(dtype, t * h * D)?, filled(dtype, len)?, filled(dtype, len)?);
+        let (q, k, v) =
+            (filled(dtype, t * h * D)?, Arc::new(filled(dtype, len)?), Arc::new(filled(dtype, len)?));
+        // What bounds decode is the read of its keys and values; the others also compute.
+        let reads = (kernel == "decode").then(|| plain_reads(&k, &v, &tables));
         let mut o = Buffer::for_tensor(dtype, &[t, h, D])?;
-        Ok(Box::new(move || {
+        let work = move || {
             let inputs = Inputs {
                 q: q.tensor(0, dtype, &[t, h, D])?,
                 k: k.tensor(0, dtype, &pool)?,
@@ -166,18 +187,58 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
             };
             let outputs = Outputs { o: o.tensor_mut(0, dtype, &[t, h, D])?, lse: None };
             Ok(run(&plan, &Stream::cpu(), &mut workspace, inputs, outputs)?)
-        }))
+        };
+        Ok(Made { work: Box::new(work), reads })
     };
     Case { kernel, shape, dtype: rows.dtype, cost: rows.cost(), make: Box::new(make) }
 }
 
+/// Reads of the pages of `k` and `v` that `tables` name, by all threads of the current pool: each takes neighbouring
+/// stretches, of the memory or of the page lists.
+fn plain_reads(k: &Arc<Buffer>, v: &Arc<Buffer>, tables: &Tables) -> PlainReads {
+    /// Bytes that a thread takes at a time.
+    const STRETCH: usize = 1 << 20;
+    fn words(buffer: &Buffer) -> anyhow::Result<TensorRef<'_>> {
+        Ok(buffer.tensor(0, DType::I64, &[buffer.len() / 8])?)
+    }
+    let both = [k.clone(), v.clone()];
+    let in_order = move || {
+        for buffer in &both {
+            let view = words(buffer)?;
+            let words = view.as_slice::<i64>().unwrap_or_default();
+            black_box(words.par_chunks(STRETCH / 8).map(fold).reduce(|| 0, |a, b| a ^ b));
+        }
+        Ok(())
+    };
+    let (k, v, order, pages) = (k.clone(), v.clone(), tables.kv_indices.clone(), tables.pages);
+    let bytes = (k.len() + v.len()) as f64;
+    let in_page_order = move || {
+        let (k, v) = (words(&k)?, words(&v)?);
+        let (k, v) = (k.as_slice::<i64>().unwrap_or_default(), v.as_slice::<i64>().unwrap_or_default());
+        let page = k.len() / pages;
+        let of = |id: &i32| {
+            let at = *id as usize * page;
+            fold(&k[at..at + page]) ^ fold(&v[at..at + page])
+        };
+        let ids = (STRETCH / 8).div_ceil(2 * page);
+        black_box(
+            order
+                .par_chunks(ids)
+                .map(|ids| ids.iter().map(of).fold(0, |a, b| a ^ b))
+                .reduce(|| 0, |a, b| a ^ b),
+        );
+        Ok(())
+    };
+    PlainReads { bytes, in_order: Box::new(in_order), in_page_order: Box::new(in_page_order) }
+}
+
 /// Planning a batch that changed; nothing bounds it but the host.
 fn plan(rows: Rows) -> Case {
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let mut tables = rows.tables();
         let (geometry, variant, options) = (rows.geometry(), Variant::causal(D), rows.options());
         let mut plan = Plan::new(&geometry, &variant, &tables.view(), &options)?;
-        Ok(Box::new(move || {
+        Ok(Made::alone(move || {
             // One more token, or one less: never the plan that is already there.
             tables.kv_last_page_len[0] = if tables.kv_last_page_len[0] == S as i32 { 1 } else { S as i32 };
             plan.replan(&geometry, &variant, &tables.view(), &options)?;
@@ -194,8 +255,17 @@ mod tests {
 
     #[test]
     fn useful_work_counts_shared_keys_once_and_hidden_pairs_never() {
-        let base =
-            Rows { rows: 2, q_len: 1, kv_len: 48, shared: 32, h: 4, g: 2, dtype: DType::F32, cascade: true };
+        let base = Rows {
+            rows: 2,
+            q_len: 1,
+            kv_len: 48,
+            shared: 32,
+            h: 4,
+            g: 2,
+            page: S,
+            dtype: DType::F32,
+            cascade: true,
+        };
         assert_eq!(base.tables().pages, 4);
         let kv = (2 * (32 + 2 * 16) * 2 + 2 * 2 * 4) * D * 4;
         assert_eq!(base.cost().bytes, kv as f64);
