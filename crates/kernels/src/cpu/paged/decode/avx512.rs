@@ -190,6 +190,7 @@ unsafe fn score_block<K: Load, const LANES: usize, const KEYS: usize>(
     head: usize,
     lane: usize,
     first: usize,
+    fetch: &mut Fetch<'_>,
 ) {
     let count = KEYS.min(job.keys.len() - first);
     let mut keys = [std::ptr::null::<K>(); KEYS];
@@ -204,6 +205,7 @@ unsafe fn score_block<K: Load, const LANES: usize, const KEYS: usize>(
     unsafe {
         let q = q.add(lane * job.q_stride);
         for at in (0..whole).step_by(16) {
+            fetch.turn();
             let mut queries = [_mm512_setzero_ps(); LANES];
             for l in 0..LANES {
                 queries[l] = _mm512_loadu_ps(q.add(l * job.q_stride + at));
@@ -237,6 +239,7 @@ unsafe fn score_block_bf16<const LANES: usize, const KEYS: usize>(
     head: usize,
     lane: usize,
     first: usize,
+    fetch: &mut Fetch<'_>,
 ) {
     let count = KEYS.min(job.keys.len() - first);
     let mut keys = [std::ptr::null::<bf16>(); KEYS];
@@ -251,6 +254,7 @@ unsafe fn score_block_bf16<const LANES: usize, const KEYS: usize>(
         let q = q.add(lane * job.q_stride);
         let pairs = |v: __m512i| std::mem::transmute::<__m512i, __m512bh>(v);
         for at in (0..whole).step_by(32) {
+            fetch.turn();
             let mut queries = [_mm512_setzero_si512(); LANES];
             for l in 0..LANES {
                 queries[l] = _mm512_loadu_si512(q.add(l * job.q_stride + at).cast());
@@ -357,13 +361,16 @@ impl<'a> Fetch<'a> {
 }
 
 macro_rules! scores {
-    ($name:ident, $features:literal, $block:ident $(, $k:ident)?) => {
+    ($name:ident, $features:literal, $width:literal, $block:ident $(, $k:ident)?) => {
         #[target_feature(enable = $features)]
         unsafe fn $name$(<$k: Load>)?(job: &Scores<'_>) {
             // The fewest tokens that fill every block: a row of all heads is then read from front to back.
             let step = 16 >> (job.lanes.trailing_zeros().min(2));
             let count = job.keys.len();
-            let mut fetch = Fetch::new(&job.ahead, count.div_ceil(step) * job.heads);
+            let blocks = job.lanes / 4 * (step / 4) + job.lanes % 4 / 2 * (step / 8) + job.lanes % 2;
+            // Lines are fetched one by one beside those that are read: a burst would keep the reads waiting.
+            let turns = count.div_ceil(step) * job.heads * blocks * (job.head_dim / $width).max(1);
+            let mut fetch = Fetch::new(&job.ahead, turns);
             for begin in (0..count).step_by(step) {
                 let end = count.min(begin + step);
                 for head in 0..job.heads {
@@ -372,28 +379,27 @@ macro_rules! scores {
                     unsafe {
                         while lane + 4 <= job.lanes {
                             for first in (begin..end).step_by(4) {
-                                $block::<$($k,)? 4, 4>(job, head, lane, first);
+                                $block::<$($k,)? 4, 4>(job, head, lane, first, &mut fetch);
                             }
                             lane += 4;
                         }
                         if lane + 2 <= job.lanes {
                             for first in (begin..end).step_by(8) {
-                                $block::<$($k,)? 2, 8>(job, head, lane, first);
+                                $block::<$($k,)? 2, 8>(job, head, lane, first, &mut fetch);
                             }
                             lane += 2;
                         }
                         if lane < job.lanes {
-                            $block::<$($k,)? 1, 16>(job, head, lane, begin);
+                            $block::<$($k,)? 1, 16>(job, head, lane, begin, &mut fetch);
                         }
                     }
-                    fetch.turn();
                 }
             }
         }
     };
 }
-scores!(scores_f32, "avx512f,avx512bw,avx512dq,avx512vl", score_block, K);
-scores!(scores_bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", score_block_bf16);
+scores!(scores_f32, "avx512f,avx512bw,avx512dq,avx512vl", 16, score_block, K);
+scores!(scores_bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", 32, score_block_bf16);
 
 /// Values that the value blocks work on: some of a run's, under one head.
 struct Block<'a> {
