@@ -98,6 +98,17 @@ fn knobs(spec: &Spec, written: &dyn Fn(&str) -> bool) -> Vec<Knob> {
         });
         all.push(Knob { key: host, now, least: 0, turn });
     }
+    for (name, ring) in spec.rings() {
+        let (now, of) = (ring.config.num_worlds, name.clone());
+        let turn = Box::new(move |spec: &mut Spec, value| {
+            change(spec, &of, |kind| {
+                if let ResourceKind::Ring(ring) = kind {
+                    ring.config.num_worlds = value;
+                }
+            });
+        });
+        all.push(Knob { key: format!("resources.{name}.num_worlds"), now, least: 1, turn });
+    }
     if let Some(workload) = &spec.workload {
         let turn = Box::new(|spec: &mut Spec, value| {
             spec.workload.iter_mut().for_each(|workload| workload.max_batch = value);

@@ -271,7 +271,10 @@ impl Prepared {
         let mut why = Vec::new();
         for resource in &self.spec.resources {
             if let ResourceKind::Ring(_) = resource.kind {
-                why.push(format!("{}: a resource of kind ring is not built in this version", resource.name));
+                why.push(format!(
+                    "{}: a resource of kind ring is not driven by run in this version",
+                    resource.name
+                ));
             }
         }
         if let [_, second, ..] = self.sparse.as_slice() {
