@@ -141,10 +141,6 @@ macro_rules! bodies {
             // one a step; values are read where `mask` is set, within their `width`.
             unsafe {
                 let mut sums = [_mm512_setzero_ps(); N];
-                for l in 0..N {
-                    let scale = _mm512_set1_ps(*alpha.add(l));
-                    sums[l] = _mm512_mul_ps(_mm512_loadu_ps(acc.add(l * job.acc_stride)), scale);
-                }
                 let weights = weights.as_ptr().add(first);
                 for (step, keys) in job.values.chunks_exact($keys).enumerate() {
                     let value = $value(keys, column, mask);
@@ -153,7 +149,10 @@ macro_rules! bodies {
                     }
                 }
                 for l in 0..N {
-                    _mm512_storeu_ps(acc.add(l * job.acc_stride), sums[l]);
+                    // The tile is summed by itself: a shorter chain of roundings than onto what is there.
+                    let acc = acc.add(l * job.acc_stride);
+                    let before = _mm512_loadu_ps(acc);
+                    _mm512_storeu_ps(acc, _mm512_fmadd_ps(before, _mm512_set1_ps(*alpha.add(l)), sums[l]));
                 }
             }
         }

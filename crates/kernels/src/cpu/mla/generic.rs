@@ -129,7 +129,7 @@ unsafe fn values<const FMA: bool>(job: &mut Values<'_>) {
         let (blocks, rest) = acc.as_chunks_mut::<GROUP>();
         let mut column = 0;
         for block in blocks {
-            let mut sums = block.map(|sum| sum * alpha);
+            let mut sums = [0f32; GROUP];
             for (key, value) in job.values.iter().enumerate() {
                 let weight = weights[key * GROUP];
                 // SAFETY: each value names `width` readable elements.
@@ -138,17 +138,19 @@ unsafe fn values<const FMA: bool>(job: &mut Values<'_>) {
                     sums[i] = mul_add::<FMA>(weight, value[i], sums[i]);
                 }
             }
-            *block = sums;
+            for i in 0..GROUP {
+                block[i] = mul_add::<FMA>(block[i], alpha, sums[i]);
+            }
             column += GROUP;
         }
         for sum in rest {
-            let mut total = *sum * alpha;
+            let mut total = 0f32;
             for (key, value) in job.values.iter().enumerate() {
                 // SAFETY: as above.
                 let value = unsafe { value.cast::<f32>().add(column).read_unaligned() };
                 total = mul_add::<FMA>(weights[key * GROUP], value, total);
             }
-            *sum = total;
+            *sum = mul_add::<FMA>(*sum, alpha, total);
             column += 1;
         }
     }
