@@ -14,6 +14,9 @@ pub(super) const TILE: usize = 128;
 /// Latents of the next tile that are worth fetching while the last of this one are multiplied.
 pub(super) const AHEAD: usize = 16;
 
+/// Widths from which bf16 values are multiplied as such.
+const NARROW: usize = 64;
+
 /// Lanes a group: those of a register of sixteen floats.
 pub(super) const GROUP: usize = 16;
 
@@ -90,10 +93,12 @@ pub(super) struct Body {
 }
 
 impl Body {
-    /// The body for these types. `isa` must be supported on this machine.
-    pub(super) fn select(isa: Isa, q_dtype: DType, kv_dtype: DType) -> Body {
+    /// The body for these types and a value `width` wide. `isa` must be supported on this machine.
+    ///
+    /// Narrow values are cheap, and few: their weights are not rounded to bf16, whose error no average would hide.
+    pub(super) fn select(isa: Isa, q_dtype: DType, kv_dtype: DType, width: usize) -> Body {
         #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
-        let dot = q_dtype == DType::Bf16 && kv_dtype == DType::Bf16;
+        let dot = width >= NARROW && q_dtype == DType::Bf16 && kv_dtype == DType::Bf16;
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => super::avx512::body(dot),

@@ -28,7 +28,7 @@ pub(crate) fn run(
     let (work, geometry) = (call.work, &call.geometry);
     let row = work.rows[members[0].row as usize];
     let shape = Shape {
-        body: Body::select(call.isa, geometry.q_dtype, geometry.kv_dtype),
+        body: Body::select(call.isa, geometry.q_dtype, geometry.kv_dtype, geometry.head_dim_vo),
         width: geometry.head_dim_vo,
         depth: geometry.head_dim_qk,
         q_dtype: geometry.q_dtype,

@@ -295,7 +295,7 @@ impl<'a, 'p> PickedRow<'a, 'p> {
     ) -> PickedRow<'a, 'p> {
         let g = &picks.geometry;
         let shape = Shape {
-            body: Body::select(picks.isa, g.q_dtype, g.kv_dtype),
+            body: Body::select(picks.isa, g.q_dtype, g.kv_dtype, sizes.width),
             width: sizes.width,
             depth: sizes.depth,
             q_dtype: g.q_dtype,

@@ -260,7 +260,7 @@ fn picks(count: usize, len: usize, seed: u64) -> Vec<i32> {
     all
 }
 
-const SHAPE: Shape = (5, 48, 16, 8);
+const SHAPE: Shape = (5, 64, 16, 8);
 
 fn rows() -> Vec<(i32, Vec<i32>)> {
     vec![
@@ -306,7 +306,7 @@ fn f23_rows_that_pick_nothing_yield_zero_and_minus_infinity() {
         for topk in [0, 1, 40] {
             let rows = [(0, Vec::new()), (1, Vec::new()), (-1, Vec::new())];
             let got = Batch::<bf16>::make(SHAPE, &[(0, 9), (0, 0)], &rows, topk, 1).check();
-            assert!(got.o[..2 * 5 * 48].iter().all(|x| x.to_bits() == 0));
+            assert!(got.o[..2 * 5 * 64].iter().all(|x| x.to_bits() == 0));
             assert!(got.lse[..10].iter().all(|&x| x == f32::NEG_INFINITY));
         }
         Batch::<f32>::make(SHAPE, &[(0, 9)], &[], 40, 1).check();
@@ -371,7 +371,7 @@ fn threads_neighbours_and_the_width_of_the_selection_change_no_bit() {
         for workers in [0, 2, 3, 7] {
             assert_eq!(one, batch.run_with(workers), "{workers} workers");
         }
-        let (o, lse) = (5 * 48, 5);
+        let (o, lse) = (5 * 64, 5);
         for (t, row) in rows.iter().enumerate() {
             for topk in [row.1.len(), 1700, 4000] {
                 let mut alone =
@@ -423,22 +423,22 @@ fn what_is_not_there_is_refused_and_nothing_is_written() {
     let short = Batch { geometry: Geometry { num_qo_heads: 0, ..good.geometry }, ..good.clone() };
     assert!(short.geometry.check().is_err());
     let small = |bytes: usize| {
-        let (mut o, mut workspace) = (vec![0f32; 2 * 5 * 48], vec![0u8; bytes]);
+        let (mut o, mut workspace) = (vec![0f32; 2 * 5 * 64], vec![0u8; bytes]);
         sparse_attend(
             &Stream::cpu(),
             SparseParams {
                 geometry: good.geometry,
                 sm_scale: 1.0,
-                q_nope: TensorRef::from_slice(&good.q_nope, &[2, 5, 48]).unwrap(),
+                q_nope: TensorRef::from_slice(&good.q_nope, &[2, 5, 64]).unwrap(),
                 q_pe: TensorRef::from_slice(&good.q_pe, &[2, 5, 16]).unwrap(),
-                latent: TensorRef::from_slice(&good.latent, &[good.num_pages, 8, 64]).unwrap(),
+                latent: TensorRef::from_slice(&good.latent, &[good.num_pages, 8, 80]).unwrap(),
                 selection: TensorRef::from_slice(&good.selection, &[2, 4]).unwrap(),
                 row_request: &good.row_request,
                 kv_indptr: &good.kv_indptr,
                 kv_indices: &good.kv_indices,
                 page_start: &good.page_start,
                 kv_lens: &good.kv_lens,
-                o: TensorMut::from_slice(&mut o, &[2, 5, 48]).unwrap(),
+                o: TensorMut::from_slice(&mut o, &[2, 5, 64]).unwrap(),
                 lse: None,
                 workspace: TensorMut::from_slice(&mut workspace, &[bytes]).unwrap(),
                 workers: 1,
@@ -454,7 +454,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
     #[test]
     fn random_picks_agree(
-        h in 1usize..40, c in 1usize..70, e in 0usize..40, s in 1usize..20, start in 0usize..20,
+        h in 1usize..40, c in 1usize..130, e in 0usize..40, s in 1usize..20, start in 0usize..20,
         len in 1usize..600, counts in prop::collection::vec(0usize..600, 1..5), seed: u64,
     ) {
         let start = start.min(s);

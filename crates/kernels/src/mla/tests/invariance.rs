@@ -8,7 +8,7 @@ use crate::cpu::Isa;
 use crate::mla::Variant;
 use crate::paged::ScheduleOptions;
 
-const SHAPE: Shape = Shape { h: 6, c: 48, e: 16, s: 16 };
+const SHAPE: Shape = Shape { h: 6, c: 64, e: 16, s: 16 };
 const CAUSAL: Variant = Variant { sm_scale: 0.11, causal: true };
 
 fn in_pool<R: Send>(threads: usize, work: impl FnOnce() -> R + Send) -> R {
@@ -131,8 +131,8 @@ fn pages_given_back_that_nobody_sees_again_leave_the_tree_in_place() {
     dropped.q_nope.iter_mut().step_by(SHAPE.c).for_each(|x| *x = 1.0);
     for at in 0..40 * 16 + 5 {
         let token = whole.kv_indices[at / 16] as usize * 16 + at % 16;
-        whole.latent[token * 64] = -1e30;
-        whole.latent[token * 64 + 1..(token + 1) * 64].fill(0.0);
+        whole.latent[token * 80] = -1e30;
+        whole.latent[token * 80 + 1..(token + 1) * 80].fill(0.0);
     }
     let (a, b) = (whole.run(), dropped.run());
     same_bits(&a, &b, "retention");
