@@ -5,4 +5,5 @@ mod harness;
 mod life;
 mod model;
 mod snapshot;
+mod threads;
 mod visible;
