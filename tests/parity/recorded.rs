@@ -46,22 +46,34 @@ fn every_recorded_case_of_every_op_passes_through_the_oracle() {
     }
 }
 
-/// By default, `paged` and `cross` run on the fast kernels: on every instruction set that this machine has.
-#[cfg(feature = "paged")]
-#[test]
-fn every_recorded_paged_and_cross_case_passes_on_every_instruction_set() {
+/// The cases of `ops`, by the backends that were built, on every instruction set that this machine has.
+#[cfg(any(feature = "paged", feature = "dense"))]
+fn passes_on_every_instruction_set(ops: &[&str], cases: usize) {
     let Some(folder) = recorded() else { return };
-    let folders = ["paged", "cross"].map(|op| folder.join(op).to_str().unwrap().to_owned());
-    passes_all(&mstar(["--json", &folders[0], &folders[1]]), 45);
+    let folders: Vec<String> = ops.iter().map(|op| folder.join(op).to_str().unwrap().to_owned()).collect();
+    let args = || std::iter::once("--json").chain(folders.iter().map(String::as_str));
+    passes_all(&mstar(args()), cases);
     for isa in ["portable", "avx2", "avx512", "avx512bf16"] {
-        let run = mstar_with("MSTAR_ISA", isa, ["--json", &folders[0], &folders[1]]);
+        let run = mstar_with("MSTAR_ISA", isa, args());
         if run.code == 2 && run.stdout.is_empty() && run.stderr.contains("MSTAR_ISA") {
             assert_ne!(isa, "portable", "{}", run.stderr);
             eprintln!("SKIPPED {isa}: {}", run.stderr.trim());
             continue;
         }
-        passes_all(&run, 45);
+        passes_all(&run, cases);
     }
+}
+
+#[cfg(feature = "paged")]
+#[test]
+fn every_recorded_paged_and_cross_case_passes_on_every_instruction_set() {
+    passes_on_every_instruction_set(&["paged", "cross"], 45);
+}
+
+#[cfg(feature = "dense")]
+#[test]
+fn every_recorded_dense_case_passes_on_every_instruction_set() {
+    passes_on_every_instruction_set(&["dense"], 17);
 }
 
 #[test]

@@ -8,7 +8,7 @@ mod indices;
 mod mla;
 mod paged;
 mod ring;
-#[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
+#[cfg(any(feature = "paged", feature = "mla", feature = "dense", feature = "dsa"))]
 mod unwritten;
 
 use std::collections::BTreeMap;
@@ -170,6 +170,7 @@ impl Op {
         match self {
             Op::Paged | Op::Cross => paged::fast(case),
             Op::Mla => mla::fast(case),
+            Op::Dense => dense::fast(case),
             Op::DsaSelect => dsa_select::fast(case),
             Op::DsaAttend => dsa_attend::fast(case),
             _ => Err(NotRun::Unsupported(format!(
@@ -187,7 +188,7 @@ impl fmt::Display for Op {
 }
 
 /// Why a backend that this program was built without cannot run a case.
-#[cfg(not(all(feature = "paged", feature = "mla", feature = "dsa")))]
+#[cfg(not(all(feature = "paged", feature = "mla", feature = "dense", feature = "dsa")))]
 fn not_compiled(op: Op) -> String {
     format!("built without feature `{0}`: rebuild with --features {0}, or --backend reference", op.family())
 }
