@@ -207,7 +207,7 @@ impl<'a> TileMods<'a> {
         self.mods.score.iter().any(|score| !matches!(score, ScoreMod::None | ScoreMod::Causal))
     }
 
-    /// Puts the scaled scores of query `t` under lane `lane` through the mods, at vectors `from..to` of `row`. Returns which
+    /// Scales the raw scores of query `t` under lane `lane` and puts them through the mods, at vectors `from..to` of `row`. Returns which
     /// of the `visible` keys are seen still: a mod of the user's hides one by a score of `-inf`.
     ///
     /// # Safety
@@ -222,11 +222,15 @@ impl<'a> TileMods<'a> {
         places: &Places,
         row: *mut f32,
         (from, to): (usize, usize),
+        sm_scale: f32,
         visible: u128,
     ) -> u128 {
         let position = self.position(t);
         let head = self.head + lane;
         let mut visible = visible;
+        // Taken along by the first mod that reads the scores; a product with 1 changes no bit.
+        let mut scale = s.splat(sm_scale);
+        let mut scaled = false;
         for score in self.mods.score {
             // SAFETY: vectors below `to` lie in the row, as the caller promises, and in `relative` and `bias`.
             unsafe {
@@ -235,7 +239,7 @@ impl<'a> TileMods<'a> {
                     ScoreMod::SoftCap(cap) => {
                         for j in from..to {
                             let at = row.add(j * S::LANES);
-                            let x = softmax::tanh(s, s.div(s.load(at), s.splat(*cap)));
+                            let x = softmax::tanh(s, s.div(s.mul(s.load(at), scale), s.splat(*cap)));
                             s.store(at, s.mul(x, s.splat(*cap)));
                         }
                     }
@@ -245,7 +249,10 @@ impl<'a> TileMods<'a> {
                         for j in from..to {
                             let at = row.add(j * S::LANES);
                             let relative = s.load(places.relative.as_ptr().add(j * S::LANES));
-                            s.store(at, s.mul_add(slope, s.add(distance, relative), s.load(at)));
+                            s.store(
+                                at,
+                                s.mul_add(slope, s.add(distance, relative), s.mul(s.load(at), scale)),
+                            );
                         }
                     }
                     ScoreMod::RelBias { table, window } => {
@@ -253,10 +260,14 @@ impl<'a> TileMods<'a> {
                         let bias = biases(&table[head * width..][..width], places, position);
                         for j in from..to {
                             let at = row.add(j * S::LANES);
-                            s.store(at, s.add(s.load(at), s.load(bias.as_ptr().add(j * S::LANES))));
+                            let bias = s.load(bias.as_ptr().add(j * S::LANES));
+                            s.store(at, s.add(s.mul(s.load(at), scale), bias));
                         }
                     }
                     ScoreMod::User(user) => {
+                        if !scaled {
+                            multiply(s, row, (from, to), scale);
+                        }
                         let (first, last) = (from * S::LANES, (to * S::LANES).min(places.end));
                         if let (Some(cpu), true) = (&user.cpu, first < last) {
                             let scores = std::slice::from_raw_parts_mut(row.add(first), last - first);
@@ -266,8 +277,30 @@ impl<'a> TileMods<'a> {
                     }
                 }
             }
+            if !matches!(score, ScoreMod::None | ScoreMod::Causal) {
+                (scale, scaled) = (s.splat(1.0), true);
+            }
+        }
+        if !scaled {
+            // SAFETY: the caller's promise.
+            unsafe { multiply(s, row, (from, to), scale) };
         }
         visible
+    }
+}
+
+/// Vectors `from..to` of a row times `scale`.
+///
+/// # Safety
+/// They are readable and writable.
+#[inline(always)]
+unsafe fn multiply<S: Simd>(s: S, row: *mut f32, (from, to): (usize, usize), scale: S::F) {
+    for j in from..to {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let at = row.add(j * S::LANES);
+            s.store(at, s.mul(s.load(at), scale));
+        }
     }
 }
 

@@ -44,6 +44,7 @@ impl TileMods<'_> {
         places: &Places,
         _: *mut f32,
         _: (usize, usize),
+        _: f32,
         _: u128,
     ) -> u128 {
         match places.0 {}

@@ -65,7 +65,7 @@ pub(super) fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
 /// Vectors of a row whose exponentials are taken together; a tile is a multiple of it on every machine.
 const AT_ONCE: usize = 8;
 
-/// Scores of row `r` at vectors `from..to` become base-2 logits: scaled, capped, biased, put through mods. Returns
+/// Raw scores of row `r` are scaled, capped and biased into base-2 logits, or scaled and put through mods, natural. Returns
 /// which of the `visible` keys are seen still.
 ///
 /// # Safety
@@ -81,16 +81,7 @@ unsafe fn transform<S: Simd>(s: S, block: &Block<'_>, r: usize, visible: u128) -
             // SAFETY: the vectors lie in row `r` of the scores.
             return unsafe {
                 let row = block.scores.add(r * KEY_TILE);
-                for j in from..to {
-                    let at = row.add(j * S::LANES);
-                    s.store(at, s.mul(s.load(at), s.splat(*sm_scale)));
-                }
-                let visible = mods.modify(s, t, lane, places, row, (from, to), visible);
-                for j in from..to {
-                    let at = row.add(j * S::LANES);
-                    s.store(at, s.mul(s.load(at), s.splat(LOG2_E)));
-                }
-                visible
+                mods.modify(s, t, lane, places, row, (from, to), *sm_scale, visible)
             };
         }
     };
@@ -150,7 +141,8 @@ fn exponent<S: Simd, P: Product<S>>(s: S, x: S::F, scale: S::F, offset: S::F) ->
 pub(super) unsafe fn weigh<S: Simd, P: Product<S>>(s: S, block: &Block<'_>, union: u128) -> [f32; 16] {
     let (scale, general) = match block.logits {
         Logits::Scaled(scale) => (scale, false),
-        Logits::General { .. } | Logits::Modified { .. } => (1.0, true),
+        Logits::General { .. } => (1.0, true),
+        Logits::Modified { .. } => (LOG2_E, true),
     };
     let lanes = (1u64 << S::LANES) as u32 - 1;
     let bits_of = |visible: u128, j: usize| (visible >> (j * S::LANES)) as u32 & lanes;
