@@ -2,6 +2,10 @@
 
 #[cfg(feature = "dsa")]
 mod dsa;
+#[cfg(feature = "dense")]
+mod dense;
+#[cfg(feature = "flex")]
+mod flex;
 mod memory;
 #[cfg(any(feature = "mla", feature = "dsa"))]
 mod mla;
@@ -37,6 +41,10 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
         dsa::list(quick),
         #[cfg(any(feature = "mla", feature = "dsa"))]
         mla::list(quick),
+        #[cfg(feature = "dense")]
+        dense::list(quick),
+        #[cfg(feature = "flex")]
+        flex::list(quick),
         memory::list(quick),
     ];
     families.into_iter().flatten().collect()

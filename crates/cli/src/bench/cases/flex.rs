@@ -1,0 +1,151 @@
+//! Block-mask attention: all blocks, three of four of them, score mods, and cutting a mask into work.
+
+use mstar_kernels::flex::{
+    AttendParams, Blocks, Geometry, ScoreMod, attend, schedule, workspace_bytes,
+};
+use mstar_kernels::paged::ScheduleOptions;
+use mstar_kernels::work::WorkList;
+use mstar_kernels::{Buffer, DType, Stream};
+
+use super::{Case, Cost, Work, filled};
+
+const H: usize = 8;
+const D: usize = 64;
+const BLOCK: usize = 128;
+/// Queries: a frame of a world model.
+const FRAME: usize = 512;
+
+/// What happens to scores.
+#[derive(Clone, Copy)]
+enum Mod {
+    None,
+    Alibi,
+    RelBias,
+    SoftCap,
+}
+
+/// The cases of this family.
+pub(super) fn list(quick: bool) -> Vec<Case> {
+    let blocks = if quick { 8 } else { 40 };
+    let mut cases = Vec::new();
+    for dtype in [DType::F32, DType::Bf16] {
+        cases.push(case(blocks, false, Mod::None, dtype));
+        cases.push(case(blocks, true, Mod::None, dtype));
+    }
+    for change in [Mod::Alibi, Mod::RelBias, Mod::SoftCap] {
+        cases.push(case(blocks, true, change, DType::F32));
+    }
+    cases.push(plan(blocks));
+    cases
+}
+
+/// A mask of one list a block of queries: every block of keys, or all but each fourth.
+struct Mask {
+    total: usize,
+    visible: usize,
+    indptr: Vec<i32>,
+    indices: Vec<i32>,
+}
+
+impl Mask {
+    fn new(total: usize, holes: bool) -> Mask {
+        let list: Vec<i32> = (0..total as i32).filter(|block| !holes || block % 4 != 2).collect();
+        let lists = FRAME / BLOCK;
+        let indptr = (0..=lists).map(|at| (at * list.len()) as i32).collect();
+        Mask { total, visible: list.len(), indptr, indices: list.repeat(lists) }
+    }
+
+    fn blocks(&self) -> Blocks<'_> {
+        Blocks {
+            q_len: FRAME,
+            kv_len: self.total * BLOCK,
+            block_q: BLOCK,
+            block_kv: BLOCK,
+            batch: 1,
+            heads: 1,
+            indptr: &self.indptr,
+            indices: &self.indices,
+            ..Blocks::default()
+        }
+    }
+}
+
+fn geometry(dtype: DType) -> Geometry {
+    Geometry {
+        batch: 1,
+        num_qo_heads: H,
+        num_kv_heads: H,
+        head_dim_qk: D,
+        head_dim_vo: D,
+        q_dtype: dtype,
+        kv_dtype: dtype,
+    }
+}
+
+fn case(total: usize, holes: bool, change: Mod, dtype: DType) -> Case {
+    let mask = Mask::new(total, holes);
+    let keys = mask.visible * BLOCK;
+    let bytes = (2 * (FRAME + keys) * H * D * dtype.size()) as f64;
+    let flops = (4 * FRAME * keys * H * D) as f64;
+    let name = match (change, holes) {
+        (Mod::None, false) => "all",
+        (Mod::None, true) => "3/4",
+        (Mod::Alibi, _) => "alibi",
+        (Mod::RelBias, _) => "rel_bias",
+        (Mod::SoftCap, _) => "soft_cap",
+    };
+    let shape = format!("{FRAME} of {keys}, {name}, {dtype}");
+    let make = move || -> anyhow::Result<Work> {
+        let options = ScheduleOptions::default();
+        let mut work = WorkList::default();
+        schedule(&geometry(dtype), &mask.blocks(), &options, &mut work)?;
+        let bytes = workspace_bytes(&work, options.workers);
+        let mut workspace = Buffer::zeroed(bytes)?;
+        let stored = total * BLOCK;
+        let q = filled(dtype, FRAME * H * D)?;
+        let [k, v] = [filled(dtype, stored * H * D)?, filled(dtype, stored * H * D)?];
+        let mut o = Buffer::for_tensor(dtype, &[1, FRAME, H, D])?;
+        let slopes: Vec<f32> = (0..H).map(|h| 0.5f32.powi(h as i32 + 1)).collect();
+        let table: Vec<f32> = (0..H * 257).map(|i| (i % 31) as f32 * 0.01).collect();
+        Ok(Box::new(move || {
+            let score = match change {
+                Mod::None => ScoreMod::None,
+                Mod::Alibi => ScoreMod::Alibi { slopes: &slopes },
+                Mod::RelBias => ScoreMod::RelBias { table: &table, window: 128 },
+                Mod::SoftCap => ScoreMod::SoftCap(20.0),
+            };
+            // Heads innermost, as a projection leaves them.
+            let params = AttendParams {
+                work: &work,
+                q: q.tensor(0, dtype, &[1, FRAME, H, D])?.transpose(1, 2),
+                k: k.tensor(0, dtype, &[1, stored, H, D])?.transpose(1, 2),
+                v: v.tensor(0, dtype, &[1, stored, H, D])?.transpose(1, 2),
+                sm_scale: (D as f32).powf(-0.5),
+                q_offset: 0,
+                score_mods: &[score],
+                mask_mods: &[],
+                o: o.tensor_mut(0, dtype, &[1, FRAME, H, D])?.transpose(1, 2),
+                lse: None,
+                max_scores: None,
+                workspace: workspace.tensor_mut(0, DType::U8, &[bytes])?,
+                workers: options.workers,
+            };
+            Ok(attend(&Stream::cpu(), params)?)
+        }))
+    };
+    Case { kernel: "flex", shape, dtype, cost: Cost { bytes, flops }, make: Box::new(make) }
+}
+
+/// Cutting a mask that changed; nothing bounds it but the host.
+fn plan(total: usize) -> Case {
+    let make = move || -> anyhow::Result<Work> {
+        let masks = [Mask::new(total, true), Mask::new(total, false)];
+        let (options, mut work, mut turn) = (ScheduleOptions::default(), WorkList::default(), 0);
+        Ok(Box::new(move || {
+            turn = 1 - turn;
+            Ok(schedule(&geometry(DType::F32), &masks[turn].blocks(), &options, &mut work)?)
+        }))
+    };
+    let shape = format!("mask of {total} blocks");
+    Case { kernel: "plan", shape, dtype: DType::F32, cost: Cost::default(), make: Box::new(make) }
+}
