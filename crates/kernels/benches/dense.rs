@@ -12,7 +12,7 @@ use mstar_kernels::DType::{Bf16, F32};
 use mstar_kernels::flex::{Blocks, MaskMod, ScoreMod, UserMod};
 use mstar_kernels::paged::ScheduleOptions;
 use mstar_kernels::work::WorkList;
-use mstar_kernels::{Buffer, DType, Stream, TensorMut, TensorRef, dense, flex};
+use mstar_kernels::{Buffer, DType, Stream, TensorRef, dense, flex};
 
 /// Threads that both sides of a comparison use.
 const THREADS: usize = 2;
@@ -244,9 +244,6 @@ impl Batch {
     fn run(&mut self) {
         let Batch { shape, work, pool, q, k, v, o, workspace, slopes, bias, user } = self;
         let Shape { dtype, heads, kv_heads, width, queries, keys, .. } = *shape;
-        let q_shape = [queries, heads, width];
-        let q = q.tensor(0, dtype, &q_shape).expect("sized for it");
-        let o = o.tensor_mut(0, dtype, &q_shape).expect("sized for it");
         let bytes = workspace.len();
         let workspace = workspace.tensor_mut(0, DType::U8, &[bytes]).expect("sized for it");
         if shape.is_dense() {
@@ -257,12 +254,12 @@ impl Batch {
             let frozen: &[usize] = if shape.kind == Kind::Pages { &pages } else { &packed };
             let params = dense::AttendParams {
                 work,
-                q,
+                q: view(q, dtype, &[queries, heads, width]),
                 k_prefix: (prefix > 0).then(|| view(&k[1], dtype, frozen)),
                 v_prefix: (prefix > 0).then(|| view(&v[1], dtype, frozen)),
                 k: view(&k[0], dtype, &fresh),
                 v: view(&v[0], dtype, &fresh),
-                o,
+                o: o.tensor_mut(0, dtype, &[queries, heads, width]).expect("sized for it"),
                 lse: None,
                 workspace,
                 workers: THREADS,
@@ -282,24 +279,14 @@ impl Batch {
         };
         let params = flex::AttendParams {
             work,
-            q: heads_first(q),
-            k: heads_first(view(&k[0], dtype, &[total, kv_heads, width])),
-            v: heads_first(view(&v[0], dtype, &[total, kv_heads, width])),
+            q: view(q, dtype, &[1, queries, heads, width]).transpose(1, 2),
+            k: view(&k[0], dtype, &[1, total, kv_heads, width]).transpose(1, 2),
+            v: view(&v[0], dtype, &[1, total, kv_heads, width]).transpose(1, 2),
             sm_scale: (width as f32).powf(-0.5),
             q_offset: (total - queries) as i64,
             score_mods: &[score],
             mask_mods: &window[..usize::from(shape.kind == Kind::Partial)],
-            o: {
-                let strides = [queries * heads * width, width, heads * width, 1];
-                let mut o = o;
-                let o = o.as_mut_ptr();
-                // SAFETY: the same elements in another order of axes, borrowed from `self.o` for as long.
-                unsafe {
-                    let shape = [1, heads, queries, width];
-                    TensorMut::from_raw_parts(o, mstar_kernels::Device::Cpu, dtype, &shape, &strides)
-                }
-                .expect("a small shape")
-            },
+            o: o.tensor_mut(0, dtype, &[1, queries, heads, width]).expect("sized for it").transpose(1, 2),
             lse: None,
             max_scores: None,
             workspace,
@@ -328,27 +315,6 @@ fn median(of: &mut [f64]) -> f64 {
 
 fn view<'a>(buffer: &'a Buffer, dtype: DType, shape: &[usize]) -> TensorRef<'a> {
     buffer.tensor(0, dtype, shape).expect("sized for it")
-}
-
-/// `[T, H, D]` as `[1, H, T, D]`.
-fn heads_first(tensor: TensorRef<'_>) -> TensorRef<'_> {
-    let ([t, h, d], [ts, hs, _]) = (dims(tensor.shape()), dims(tensor.strides()));
-    // SAFETY: the same elements in another order of axes, for as long as `tensor` may be read.
-    unsafe {
-        let device = mstar_kernels::Device::Cpu;
-        TensorRef::from_raw_parts(
-            tensor.as_ptr(),
-            device,
-            tensor.dtype(),
-            &[1, h, t, d],
-            &[t * ts, hs, ts, 1],
-        )
-    }
-    .expect("a small shape")
-}
-
-fn dims(of: &[usize]) -> [usize; 3] {
-    [of[0], of[1], of[2]]
 }
 
 /// Roughly normal numbers.

@@ -21,16 +21,16 @@ use crate::output::Output;
 use crate::text;
 
 /// Kernels that can be named.
-const KERNELS: [&str; 12] = [
-    "prefill", "append", "decode", "cascade", "plan", "mla", "sparse", "index", "select", "topk", "scatter",
-    "merge",
+const KERNELS: [&str; 14] = [
+    "prefill", "append", "decode", "cascade", "plan", "mla", "sparse", "index", "select", "topk", "dense",
+    "flex", "scatter", "merge",
 ];
 
 /// Arguments of `mstar bench`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// Kernels to time: prefill, append, decode, cascade, plan, mla, sparse, index, select, topk, scatter, merge; all
-    /// when none is named.
+    /// Kernels to time: prefill, append, decode, cascade, plan, mla, sparse, index, select, topk, dense, flex,
+    /// scatter, merge; all when none is named.
     #[arg(value_name = "KERNEL")]
     kernels: Vec<String>,
     /// Save the results, to compare with later.

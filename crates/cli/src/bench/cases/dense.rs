@@ -1,6 +1,8 @@
 //! Dense attention: fresh keys behind a prefix that is packed, in pages, or not there.
 
-use mstar_kernels::dense::{AttendParams, Geometry, Prefix, Table, Variant, attend, schedule, workspace_bytes};
+use mstar_kernels::dense::{
+    AttendParams, Geometry, Prefix, Table, Variant, attend, schedule, workspace_bytes,
+};
 use mstar_kernels::paged::ScheduleOptions;
 use mstar_kernels::work::WorkList;
 use mstar_kernels::{Buffer, DType, Stream};

@@ -1,8 +1,6 @@
 //! Block-mask attention: all blocks, three of four of them, score mods, and cutting a mask into work.
 
-use mstar_kernels::flex::{
-    AttendParams, Blocks, Geometry, ScoreMod, attend, schedule, workspace_bytes,
-};
+use mstar_kernels::flex::{AttendParams, Blocks, Geometry, ScoreMod, attend, schedule, workspace_bytes};
 use mstar_kernels::paged::ScheduleOptions;
 use mstar_kernels::work::WorkList;
 use mstar_kernels::{Buffer, DType, Stream};

@@ -1,9 +1,9 @@
 //! The kernels and their shapes, one file a family, each through the level that other projects call.
 
-#[cfg(feature = "dsa")]
-mod dsa;
 #[cfg(feature = "dense")]
 mod dense;
+#[cfg(feature = "dsa")]
+mod dsa;
 #[cfg(feature = "flex")]
 mod flex;
 mod memory;
