@@ -7,7 +7,7 @@ use mstar_kernels::paged::ScheduleOptions;
 use mstar_kernels::work::WorkList;
 use mstar_kernels::{Buffer, DType, Stream};
 
-use super::{Case, Cost, Work, filled};
+use super::{Case, Cost, Made, filled};
 
 const H: usize = 8;
 const D: usize = 64;
@@ -38,7 +38,7 @@ fn case(queries: usize, keys: usize, stored: Stored, dtype: DType) -> Case {
     let size = dtype.size();
     let bytes = (2 * (queries + keys) * H * D * size) as f64;
     let flops = (4 * queries * keys * H * D) as f64;
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let geometry = Geometry {
             num_qo_heads: H,
             num_kv_heads: H,
@@ -73,7 +73,7 @@ fn case(queries: usize, keys: usize, stored: Stored, dtype: DType) -> Case {
         let [k, v] = [filled(dtype, fresh * H * D)?, filled(dtype, fresh * H * D)?];
         let [old_k, old_v] = [filled(dtype, before * H * D)?, filled(dtype, before * H * D)?];
         let mut o = Buffer::for_tensor(dtype, &[queries, H, D])?;
-        Ok(Box::new(move || {
+        Ok(Made::alone(move || {
             let frozen: &[usize] =
                 if stored == Stored::Pages { &[pages, PAGE_SIZE, H, D] } else { &[before, H, D] };
             let params = AttendParams {

@@ -5,7 +5,7 @@ use mstar_kernels::paged::ScheduleOptions;
 use mstar_kernels::work::WorkList;
 use mstar_kernels::{Buffer, DType, Stream};
 
-use super::{Case, Cost, Work, filled};
+use super::{Case, Cost, Made, filled};
 
 const H: usize = 8;
 const D: usize = 64;
@@ -93,7 +93,7 @@ fn case(total: usize, holes: bool, change: Mod, dtype: DType) -> Case {
         (Mod::SoftCap, _) => "soft_cap",
     };
     let shape = format!("{FRAME} of {keys}, {name}, {dtype}");
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let options = ScheduleOptions::default();
         let mut work = WorkList::default();
         schedule(&geometry(dtype), &mask.blocks(), &options, &mut work)?;
@@ -105,7 +105,7 @@ fn case(total: usize, holes: bool, change: Mod, dtype: DType) -> Case {
         let mut o = Buffer::for_tensor(dtype, &[1, FRAME, H, D])?;
         let slopes: Vec<f32> = (0..H).map(|h| 0.5f32.powi(h as i32 + 1)).collect();
         let table: Vec<f32> = (0..H * 257).map(|i| (i % 31) as f32 * 0.01).collect();
-        Ok(Box::new(move || {
+        Ok(Made::alone(move || {
             let score = match change {
                 Mod::None => ScoreMod::None,
                 Mod::Alibi => ScoreMod::Alibi { slopes: &slopes },
@@ -136,10 +136,10 @@ fn case(total: usize, holes: bool, change: Mod, dtype: DType) -> Case {
 
 /// Cutting a mask that changed; nothing bounds it but the host.
 fn plan(total: usize) -> Case {
-    let make = move || -> anyhow::Result<Work> {
+    let make = move || -> anyhow::Result<Made> {
         let masks = [Mask::new(total, true), Mask::new(total, false)];
         let (options, mut work, mut turn) = (ScheduleOptions::default(), WorkList::default(), 0);
-        Ok(Box::new(move || {
+        Ok(Made::alone(move || {
             turn = 1 - turn;
             Ok(schedule(&geometry(DType::F32), &masks[turn].blocks(), &options, &mut work)?)
         }))
