@@ -47,7 +47,7 @@ fn every_recorded_case_of_every_op_passes_through_the_oracle() {
 }
 
 /// The cases of `ops`, by the backends that were built, on every instruction set that this machine has.
-#[cfg(any(feature = "paged", feature = "dense"))]
+#[cfg(any(feature = "paged", feature = "dense", feature = "flex"))]
 fn passes_on_every_instruction_set(ops: &[&str], cases: usize) {
     let Some(folder) = recorded() else { return };
     let folders: Vec<String> = ops.iter().map(|op| folder.join(op).to_str().unwrap().to_owned()).collect();
@@ -74,6 +74,12 @@ fn every_recorded_paged_and_cross_case_passes_on_every_instruction_set() {
 #[test]
 fn every_recorded_dense_case_passes_on_every_instruction_set() {
     passes_on_every_instruction_set(&["dense"], 17);
+}
+
+#[cfg(feature = "flex")]
+#[test]
+fn every_recorded_flex_and_ring_case_passes_on_every_instruction_set() {
+    passes_on_every_instruction_set(&["flex", "ring"], 19);
 }
 
 #[test]

@@ -15,10 +15,28 @@
 //! every query, and no block is partial. Leaves of the sum are counted by *visible* block, so attending a ring is
 //! bit-identical to attending its visible keys laid side by side.
 //!
-//! This crate holds the options. Its kernels are not built: [`FLEX`] refuses every geometry and says so.
+//! | room | what is in it |
+//! | --- | --- |
+//! | `mask` | [`BlockMask`]: its constructors, its edits in place |
+//! | `plan`, `run` | [`Plan`]: a mask cut into work once; [`run`]: one layer of it; [`run_in`]: in a foreign workspace |
+//! | `call` | [`flex_attention_masked`]: the whole operation in one call |
+//! | `factory` | the options of a spec |
 
 #![forbid(unsafe_code)]
 
+mod call;
 mod factory;
+mod mask;
+mod options;
+mod plan;
+mod run;
 
-pub use factory::{FLEX, FlexOptions, KernelOptions, MaskMod, ScoreMod};
+pub use call::{FlexArgs, flex_attention_masked};
+pub use factory::{FLEX, FlexOptions};
+pub use mask::{BLOCK, BlockMask, Edited, KvBlocks, MaskRule, MaskShape, make_block_mask};
+pub use mstar_kernels::flex::{CudaSnippet, Geometry, MaskFn, ScoreFn, ScoreMod, TileRow, UserMask, UserMod};
+pub use mstar_kernels::plan::{Planned, Workspace};
+pub use mstar_kernels::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
+pub use options::{AuxOutput, AuxRequest, KernelOptions};
+pub use plan::Plan;
+pub use run::{Inputs, Outputs, run, run_in};

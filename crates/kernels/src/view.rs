@@ -43,6 +43,15 @@ impl Dims {
         Some(strides)
     }
 
+    #[track_caller]
+    fn insert(self, axis: usize, value: usize) -> Dims {
+        let mut values: [usize; MAX_RANK + 1] = [0; MAX_RANK + 1];
+        values[..axis].copy_from_slice(&self[..axis]);
+        values[axis] = value;
+        values[axis + 1..=self.len()].copy_from_slice(&self[axis..]);
+        Dims::new(&values[..=self.len()])
+    }
+
     fn remove(self, axis: usize) -> Dims {
         let mut out = self;
         for i in axis..self.len() - 1 {
@@ -150,6 +159,18 @@ impl Raw {
     fn transpose(mut self, a: usize, b: usize) -> Raw {
         self.shape.values.swap(a, b);
         self.strides.values.swap(a, b);
+        self
+    }
+
+    #[track_caller]
+    fn insert_axis(mut self, axis: usize) -> Raw {
+        // The stride of an axis of one entry is never multiplied by anything but 0; this one keeps a packed view packed.
+        let step = match (self.shape.get(axis), self.strides.get(axis)) {
+            (Some(&extent), Some(&stride)) => extent.max(1).saturating_mul(stride),
+            _ => 1,
+        };
+        self.shape = self.shape.insert(axis, 1);
+        self.strides = self.strides.insert(axis, step);
         self
     }
 
@@ -398,6 +419,16 @@ macro_rules! shared {
                 $view { raw: self.raw.transpose(a, b), lifetime: PhantomData }
             }
 
+            /// The view with one more axis, of extent 1, before `axis`.
+            ///
+            /// # Panics
+            /// When the view has fewer axes than that, or [`MAX_RANK`] already.
+            #[track_caller]
+            pub fn insert_axis(self, axis: usize) -> $view<'a> {
+                assert!(axis <= self.rank(), "insert_axis({axis}) of {:?}", self.raw);
+                $view { raw: self.raw.insert_axis(axis), lifetime: PhantomData }
+            }
+
             /// Refuses another rank, another extent (`None` fits any), dtype or device, or a strided
             /// innermost axis. `tensor` and `letters` name it in the message.
             ///
@@ -464,6 +495,10 @@ mod tests {
         let tail = view.narrow(2, 3, 1).unwrap();
         assert!(!tail.is_contiguous() && tail.inner_contiguous());
         assert!(!view.transpose(0, 2).inner_contiguous());
+        let batch = view.select(0, 1).unwrap().transpose(0, 1).insert_axis(0).insert_axis(3);
+        assert_eq!((batch.shape(), batch.numel()), (&[1, 4, 3, 1][..], 12));
+        let element = batch.select(1, 3).unwrap().select(1, 2).unwrap().select(1, 0).unwrap();
+        assert_eq!(element.as_slice::<i32>().unwrap(), &[23]);
         assert!(view.as_slice::<f32>().is_none());
     }
 

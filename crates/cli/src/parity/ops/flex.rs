@@ -126,3 +126,14 @@ pub(super) fn reference<E: Element + reference::Real>(case: &Case) -> mstar_kern
     })?;
     Ok(super::attended(case, &attended))
 }
+
+#[cfg(feature = "flex")]
+mod fast;
+#[cfg(feature = "flex")]
+pub(super) use fast::fast;
+
+/// Refuses: the backend was not compiled in.
+#[cfg(not(feature = "flex"))]
+pub(super) fn fast(case: &Case) -> Result<Outputs, super::NotRun> {
+    Err(super::NotRun::Unsupported(super::not_compiled(case.op)))
+}

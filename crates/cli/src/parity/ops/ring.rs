@@ -125,3 +125,14 @@ pub(super) fn reference<E: Element + reference::Real>(case: &Case) -> mstar_kern
         ("out.visible_indptr", integers(&out.visible_indptr)),
     ]))
 }
+
+#[cfg(feature = "flex")]
+mod fast;
+#[cfg(feature = "flex")]
+pub(super) use fast::fast;
+
+/// Refuses: the backend was not compiled in.
+#[cfg(not(feature = "flex"))]
+pub(super) fn fast(case: &Case) -> Result<Outputs, super::NotRun> {
+    Err(super::NotRun::Unsupported(super::not_compiled(case.op)))
+}

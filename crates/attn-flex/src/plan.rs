@@ -1,0 +1,120 @@
+//! A mask checked once and cut into work, for as many layers as see it.
+
+use mstar_kernels::Result;
+use mstar_kernels::flex::{Geometry, is_for, schedule, workspace_bytes};
+use mstar_kernels::paged::ScheduleOptions;
+use mstar_kernels::plan::{Planned, Workspace};
+use mstar_kernels::work::WorkList;
+
+use crate::{BlockMask, KernelOptions, MaskRule};
+
+/// A mask cut into work for layers of one geometry. It owns what it needs: the mask may change or go.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    geometry: Geometry,
+    work: WorkList,
+    rule: MaskRule,
+    q_offset: i64,
+    options: KernelOptions,
+    workers: usize,
+    workspace_bytes: usize,
+}
+
+impl Plan {
+    /// Checks a mask against a geometry and plans it.
+    ///
+    /// # Errors
+    /// A geometry that no kernel takes, query heads that are no multiple of the key heads among them; a mask for other
+    /// batches or heads.
+    pub fn new(geometry: &Geometry, mask: &BlockMask, options: &KernelOptions) -> Result<Plan> {
+        let mut plan = Plan {
+            geometry: *geometry,
+            work: WorkList::default(),
+            rule: MaskRule::Whole,
+            q_offset: 0,
+            options: *options,
+            workers: 0,
+            workspace_bytes: 0,
+        };
+        plan.make(geometry, mask, options)?;
+        Ok(plan)
+    }
+
+    /// Makes this the plan of another mask, in the memory it has. Does nothing when its blocks are the same ones: then
+    /// only the rule is taken over.
+    ///
+    /// # Errors
+    /// As [`Plan::new`]; the plan is then as it was.
+    pub fn replan(
+        &mut self,
+        geometry: &Geometry,
+        mask: &BlockMask,
+        options: &KernelOptions,
+    ) -> Result<Planned> {
+        if *options == self.options && is_for(&self.work, geometry, &mask.blocks()) {
+            (self.rule, self.q_offset) = (mask.rule().clone(), mask.q_offset());
+            return Ok(Planned::Unchanged);
+        }
+        self.make(geometry, mask, options)?;
+        Ok(Planned::Changed)
+    }
+
+    fn make(&mut self, geometry: &Geometry, mask: &BlockMask, options: &KernelOptions) -> Result<()> {
+        let workers = options.threads();
+        let how = ScheduleOptions { workers, cascade: false, pad_to: None };
+        schedule(geometry, &mask.blocks(), &how, &mut self.work)?;
+        self.geometry = *geometry;
+        (self.rule, self.q_offset) = (mask.rule().clone(), mask.q_offset());
+        (self.options, self.workers) = (*options, workers);
+        self.workspace_bytes = workspace_bytes(&self.work, workers);
+        Ok(())
+    }
+
+    /// Room for masks of so many blocks of queries and listed blocks, so that planning them allocates little or nothing.
+    pub fn reserve(&mut self, q_blocks: usize, blocks: usize) {
+        self.work.reserve(q_blocks, blocks);
+    }
+
+    /// The shapes planned for.
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    /// The work.
+    pub fn work(&self) -> &WorkList {
+        &self.work
+    }
+
+    /// What decides about the keys of partial blocks.
+    pub fn rule(&self) -> &MaskRule {
+        &self.rule
+    }
+
+    /// What is added to a query's index to compare it with those of keys.
+    pub fn q_offset(&self) -> i64 {
+        self.q_offset
+    }
+
+    /// Threads that a run uses at most.
+    pub fn workers(&self) -> usize {
+        self.workers
+    }
+
+    /// Scratch that a run needs.
+    pub fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes
+    }
+
+    /// Host bytes of the plan itself.
+    pub fn plan_bytes(&self) -> usize {
+        self.work.capacity_bytes()
+    }
+
+    /// A workspace of the size that a run needs.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn workspace(&self) -> Result<Workspace> {
+        Workspace::with_bytes(self.workspace_bytes)
+    }
+}
