@@ -53,11 +53,14 @@
 
 #![forbid(unsafe_code)]
 
-mod factory;
+mod manager;
 mod plan;
 mod run;
 
-pub use factory::{DENSE, DenseOptions, PrefixSource};
+pub use manager::{
+    DenseAttention, DenseFactory, DenseOptions, DensePlanner, GatherCounts, PrefixSource, workspace_bound,
+};
+pub use mstar_core::attend::pages::{EagerSlotKey, PlanCounts, WorkspacePool};
 pub use mstar_kernels::dense::{Geometry, Prefix, Table, Variant};
 pub use mstar_kernels::plan::{Capacity, PlanOptions, Planned, Schedule, Workspace};
 pub use mstar_kernels::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};

@@ -18,7 +18,7 @@ pub(crate) fn registry() -> Backends {
     #[cfg(not(feature = "mla"))]
     backends.absent("mla", "mla", &["flashinfer_mla"]);
     #[cfg(feature = "dense")]
-    backends.register(Arc::new(mstar_attn_dense::DENSE));
+    backends.register(Arc::new(mstar_attn_dense::DenseFactory));
     #[cfg(not(feature = "dense"))]
     backends.absent("dense", "dense", &[]);
     #[cfg(feature = "flex")]
@@ -47,6 +47,8 @@ pub(crate) fn workspace_bytes(
         "paged" | "cross" => Ok(mstar_attn_paged::workspace_bound(geometry, largest, 0)?),
         #[cfg(feature = "mla")]
         "mla" => Ok(mstar_attn_mla::workspace_bound(geometry, largest, 0)?),
+        #[cfg(feature = "dense")]
+        "dense" => Ok(mstar_attn_dense::workspace_bound(geometry, largest, 0)?),
         _ => {
             let _ = (geometry, largest);
             Ok(0)

@@ -60,7 +60,8 @@ impl Estimate {
         if let (Some(largest), Some(widths)) = (largest_step(spec, requests), Widths::of(spec, requests)) {
             forward(&mut lines, &widths);
             for served in served {
-                let each = workspace_bytes(served.backend, &served.geometry, largest)?;
+                let each = workspace_bytes(served.backend, &served.geometry, largest)?
+                    .saturating_add(served.options.beside_workspaces(&served.geometry, largest));
                 workspaces(&mut lines, spec, format!("{}: workspaces", served.name), each, true, largest);
             }
             for served in sparse {

@@ -168,6 +168,12 @@ pub trait BackendOptions: fmt::Debug + Send + Sync {
     /// # Errors
     /// A geometry or device that the backend does not serve, with the reason; memory that cannot be had.
     fn build(&self, cx: &BuildContext) -> Result<Arc<dyn Attention>>;
+
+    /// Bytes that each plan label in each slot takes beside its workspace, in steps of up to `largest`.
+    fn beside_workspaces(&self, geometry: &AttnGeometry, largest: StepShape) -> usize {
+        let _ = (geometry, largest);
+        0
+    }
 }
 
 /// A backend that was compiled in.
