@@ -48,7 +48,10 @@ impl Layer {
         if !(1..=i32::MAX as usize).contains(&topk) {
             return refuse("index_topk", "must be 1..=2147483647", topk.to_string());
         }
-        Ok(())
+        if self.indexer.index_n_heads == 0 {
+            return refuse("index_n_heads", "an indexer has at least 1 head", "0".into());
+        }
+        Ok(self.indexer.format.check(self.indexer.index_head_dim)?)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use mstar_kernels::dsa::{SelectParams, SparseParams, select, sparse_attend};
 use mstar_kernels::mla::{self, AttendParams};
-use mstar_kernels::{Error, Stream, TensorMut, TensorRef};
+use mstar_kernels::{DType, Error, Stream, TensorMut, TensorRef};
 
 use crate::{Plan, Result};
 
@@ -80,7 +80,7 @@ pub fn select_picks(
 ///
 /// # Errors
 /// A plan that needs picks and is given none; tensors that are not what was planned; a pick beyond what its row holds; a
-/// workspace that is too small. Of what was planned for other queries something may then be written.
+/// workspace that is too small. Nothing is then written.
 pub fn attend(
     plan: &Plan,
     stream: &Stream,
@@ -100,6 +100,13 @@ pub fn attend(
             return Err(Error::Parameter { name: "picks", why, got: "none".into() }.into());
         }
     };
+    // Asked first, since what attends all it sees is written first.
+    if let Some(selection) = picks {
+        let shape = [Some(plan.num_tokens()), Some(plan.layer().indexer.index_topk)];
+        selection.expect("picks", "[T, K]", &shape, Some(DType::I32), stream.device())?;
+        let (o, lse) = (outputs.o.reborrow(), outputs.lse.as_mut().map(TensorMut::reborrow));
+        sparse(plan, inputs, selection, Outputs { o, lse }, workspace.reborrow()).check(stream)?;
+    }
     // Where every query has a pick, dense attention would have only zeros to write.
     if picks.is_none() || !rows.all_selected() {
         let params = AttendParams {
@@ -115,12 +122,24 @@ pub fn attend(
         mla::attend(stream, params)?;
     }
     let Some(selection) = picks else { return Ok(()) };
-    let params = SparseParams {
+    Ok(sparse_attend(stream, sparse(plan, inputs, selection, outputs, workspace))?)
+}
+
+/// What the kernel of picks takes.
+fn sparse<'a>(
+    plan: &'a Plan,
+    inputs: Inputs<'a>,
+    selection: TensorRef<'a>,
+    outputs: Outputs<'a>,
+    workspace: TensorMut<'a>,
+) -> SparseParams<'a> {
+    let rows = plan.rows();
+    SparseParams {
         geometry: plan.layer().geometry,
         sm_scale: plan.layer().sm_scale,
-        q_nope,
-        q_pe,
-        latent,
+        q_nope: inputs.q_nope,
+        q_pe: inputs.q_pe,
+        latent: inputs.latent,
         selection,
         row_request: &rows.row_request,
         kv_indptr: &rows.row_page_offset,
@@ -130,7 +149,6 @@ pub fn attend(
         o: outputs.o,
         lse: outputs.lse,
         workspace,
-        workers,
-    };
-    Ok(sparse_attend(stream, params)?)
+        workers: plan.workers(),
+    }
 }

@@ -254,6 +254,10 @@ fn layers_that_cannot_be_are_refused_and_picks_that_are_missing_too() {
     assert!(said(&|l| l.sm_scale = f32::INFINITY).starts_with("sm_scale: must be finite"));
     assert!(said(&|l| l.indexer.index_topk = 0).starts_with("index_topk"));
     assert!(said(&|l| l.geometry.kv_lora_rank = 0).contains("kv_lora_rank"));
+    assert!(said(&|l| l.indexer.index_n_heads = 0).starts_with("index_n_heads"));
+    assert!(said(&|l| l.indexer.index_head_dim = 0).starts_with("index_head_dim"));
+    let odd = said(&|l| (l.indexer.format, l.indexer.index_head_dim) = (KeyFormat::Fp8, 33));
+    assert!(odd.starts_with("index_head_dim: fp8 keys have a multiple of 4 lanes"), "{odd}");
     let plan = Plan::new(&layer(), &TABLE, &PlanOptions::default()).unwrap();
     let (batch, t) = (Batch::new(14), 14);
     let (mut o, mut scratch) = (vec![0f32; t * H * C], vec![0u8; plan.workspace_bytes()]);
@@ -268,4 +272,38 @@ fn layers_that_cannot_be_are_refused_and_picks_that_are_missing_too() {
     let said = attend(&plan, &Stream::cpu(), workspace, inputs, None, outputs).unwrap_err().to_string();
     assert!(said.starts_with("picks: some query sees more than 6 keys"), "{said}");
     assert!(o.iter().all(|&x| x == 0.0));
+}
+
+#[test]
+fn what_attend_refuses_leaves_every_output_as_it_was() {
+    let plan = Plan::new(&layer(), &TABLE, &PlanOptions { workers: 2, ..PlanOptions::default() }).unwrap();
+    let (batch, t) = (Batch::new(14), 14);
+    let (_, _, picks) = batch.run(&plan, plan.workspace_bytes()).unwrap();
+    // Queries that attend all they see come beside those whose picks, or whose scratch, are refused.
+    let needed = mstar_dsa::sparse_workspace_bytes(&layer().geometry, K, 2);
+    let said = |picks: &[i32], bytes: usize| {
+        let (mut o, mut lse, mut scratch) = (vec![7f32; t * H * C], vec![7f32; t * H], vec![0u8; bytes]);
+        let inputs = Inputs {
+            q_nope: TensorRef::from_slice(&batch.q_nope, &[t, H, C]).unwrap(),
+            q_pe: TensorRef::from_slice(&batch.q_pe, &[t, H, E]).unwrap(),
+            latent: TensorRef::from_slice(&batch.latent, &[P, S, C + E]).unwrap(),
+        };
+        let outputs = Outputs {
+            o: TensorMut::from_slice(&mut o, &[t, H, C]).unwrap(),
+            lse: Some(TensorMut::from_slice(&mut lse, &[t, H]).unwrap()),
+        };
+        let workspace = TensorMut::from_slice(&mut scratch, &[bytes]).unwrap();
+        let picks = TensorRef::from_slice(picks, &[t, picks.len() / t]).unwrap();
+        let said = attend(&plan, &Stream::cpu(), workspace, inputs, Some(picks), outputs).unwrap_err();
+        assert!(o.iter().chain(&lse).all(|&x| x == 7.0), "{said}");
+        said.to_string()
+    };
+    for bad in [-2, i32::MIN, 10, i32::MAX] {
+        let mut picks = picks.clone();
+        picks[2] = bad;
+        let said = said(&picks, plan.workspace_bytes());
+        assert!(said.contains(&format!("selection[2] = {bad}")), "{said}");
+    }
+    assert!(said(&picks, needed - 1).contains("workspace"));
+    assert!(said(&picks[..t * (K - 1)], plan.workspace_bytes()).starts_with("picks: expected shape [T, K]"));
 }

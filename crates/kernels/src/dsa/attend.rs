@@ -52,6 +52,50 @@ pub fn sparse_workspace_bytes(geometry: &Geometry, topk: usize, workers: usize) 
     picks_workspace_bytes(geometry, topk, workers).saturating_add(63)
 }
 
+impl SparseParams<'_> {
+    /// Refuses what [`sparse_attend`] would, which a caller may ask before it does anything else. Writes nothing.
+    ///
+    /// # Errors
+    /// Those of [`sparse_attend`].
+    pub fn check(&self, stream: &Stream) -> Result<()> {
+        let SparseParams { geometry, row_request, kv_indptr, kv_indices, page_start, kv_lens, .. } = *self;
+        let device = stream.device();
+        if device != Device::Cpu {
+            let why = "this build attends picked latents on the CPU only".into();
+            return Err(Error::Unsupported { operation: "sparse attention", device, why });
+        }
+        geometry.check()?;
+        if !self.sm_scale.is_finite() {
+            let (why, got) = ("must be finite".into(), self.sm_scale.to_string());
+            return Err(Error::Parameter { name: "sm_scale", why, got });
+        }
+        let (tokens, h) = (Some(row_request.len()), Some(geometry.num_qo_heads));
+        let (c, e) = (geometry.kv_lora_rank, geometry.qk_rope_head_dim);
+        let (q_dtype, kv_dtype) = (Some(geometry.q_dtype), Some(geometry.kv_dtype));
+        self.q_nope.expect("q_nope", "[T, H, C]", &[tokens, h, Some(c)], q_dtype, device)?;
+        self.q_pe.expect("q_pe", "[T, H, E]", &[tokens, h, Some(e)], q_dtype, device)?;
+        let page = [None, Some(geometry.page_size), Some(geometry.latent_dim())];
+        self.latent.expect("latent", "[P, S, C + E]", &page, kv_dtype, device)?;
+        self.selection.expect("selection", "[T, K]", &[tokens, None], Some(DType::I32), device)?;
+        self.o.expect("o", "[T, H, C]", &[tokens, h, Some(c)], q_dtype, device)?;
+        apart("o", &self.o)?;
+        if let Some(lse) = &self.lse {
+            lse.expect("lse", "[T, H]", &[tokens, h], Some(DType::F32), device)?;
+            apart("lse", lse)?;
+        }
+        let tables = Tables { kv_indptr, kv_indices, page_start, kv_lens };
+        tables.check(geometry.page_size, self.latent.shape()[0])?;
+        tables.check_picks(row_request, &self.selection)?;
+        self.workspace.expect("workspace", "[n]", &[None], Some(DType::U8), device)?;
+        let available = self.workspace.numel();
+        let needed = sparse_workspace_bytes(&geometry, self.selection.shape()[1], self.workers);
+        if available < needed {
+            return Err(Error::Workspace { needed, available });
+        }
+        Ok(())
+    }
+}
+
 /// Attends one layer over each row's picks: absorbed attention as [`mla::attend`](crate::mla::attend) computes it, with
 /// the picks in ascending order of position as the keys. Allocates nothing, and writes nothing when it refuses.
 ///
@@ -63,43 +107,13 @@ pub fn sparse_workspace_bytes(geometry: &Geometry, topk: usize, workers: usize) 
 /// -1 or beyond what its request has stored; a scale that is not finite; a workspace that is too small; a device without
 /// a kernel.
 pub fn sparse_attend(stream: &Stream, params: SparseParams<'_>) -> Result<()> {
+    params.check(stream)?;
     let SparseParams { geometry, sm_scale, q_nope, q_pe, latent, selection, row_request, .. } = params;
-    let SparseParams {
-        kv_indptr, kv_indices, page_start, kv_lens, mut o, lse, mut workspace, workers, ..
-    } = params;
-    let device = stream.device();
-    if device != Device::Cpu {
-        let why = "this build attends picked latents on the CPU only".into();
-        return Err(Error::Unsupported { operation: "sparse attention", device, why });
-    }
-    geometry.check()?;
-    if !sm_scale.is_finite() {
-        let (why, got) = ("must be finite".into(), sm_scale.to_string());
-        return Err(Error::Parameter { name: "sm_scale", why, got });
-    }
-    let (tokens, h) = (Some(row_request.len()), Some(geometry.num_qo_heads));
-    let (c, e) = (geometry.kv_lora_rank, geometry.qk_rope_head_dim);
-    let (q_dtype, kv_dtype) = (Some(geometry.q_dtype), Some(geometry.kv_dtype));
-    q_nope.expect("q_nope", "[T, H, C]", &[tokens, h, Some(c)], q_dtype, device)?;
-    q_pe.expect("q_pe", "[T, H, E]", &[tokens, h, Some(e)], q_dtype, device)?;
-    let page = [None, Some(geometry.page_size), Some(geometry.latent_dim())];
-    latent.expect("latent", "[P, S, C + E]", &page, kv_dtype, device)?;
-    selection.expect("selection", "[T, K]", &[tokens, None], Some(DType::I32), device)?;
-    o.expect("o", "[T, H, C]", &[tokens, h, Some(c)], q_dtype, device)?;
-    apart("o", &o)?;
-    if let Some(lse) = &lse {
-        lse.expect("lse", "[T, H]", &[tokens, h], Some(DType::F32), device)?;
-        apart("lse", lse)?;
-    }
-    let tables = Tables { kv_indptr, kv_indices, page_start, kv_lens };
-    tables.check(geometry.page_size, latent.shape()[0])?;
-    tables.check_picks(row_request, &selection)?;
-    workspace.expect("workspace", "[n]", &[None], Some(DType::U8), device)?;
+    let SparseParams { kv_indptr, kv_indices, page_start, mut o, lse, mut workspace, workers, .. } = params;
     let available = workspace.numel();
     let needed = sparse_workspace_bytes(&geometry, selection.shape()[1], workers);
-    let memory = match workspace.as_mut_slice::<u8>() {
-        Some(memory) if available >= needed => memory,
-        _ => return Err(Error::Workspace { needed, available }),
+    let Some(memory) = workspace.as_mut_slice::<u8>() else {
+        return Err(Error::Workspace { needed, available });
     };
     let skip = memory.as_ptr().align_offset(64);
     let picks = Picks {

@@ -58,8 +58,11 @@ impl KeyFormat {
         }
     }
 
-    /// Refuses a width that the format cannot hold.
-    pub(crate) fn check(self, index_head_dim: usize) -> Result<()> {
+    /// Refuses a width `Di` that the format cannot hold.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] of `index_head_dim`: 0 lanes, or in fp8 no multiple of 4.
+    pub fn check(self, index_head_dim: usize) -> Result<()> {
         if index_head_dim == 0 {
             let why = "an index key has at least 1 lane".into();
             return Err(Error::Parameter { name: "index_head_dim", why, got: "0".into() });
