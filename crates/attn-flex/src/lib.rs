@@ -20,19 +20,19 @@
 //! | `mask` | [`BlockMask`]: its constructors, its edits in place |
 //! | `plan`, `run` | [`Plan`]: a mask cut into work once; [`run`]: one layer of it; [`run_in`]: in a foreign workspace |
 //! | `call` | [`flex_attention_masked`]: the whole operation in one call |
-//! | `factory` | the options of a spec |
+//! | `manager` | [`FlexAttention`]: attention over a ring of frames, as a resource of a spec |
 
 #![forbid(unsafe_code)]
 
 mod call;
-mod factory;
+mod manager;
 mod mask;
 mod options;
 mod plan;
 mod run;
 
 pub use call::{FlexArgs, flex_attention_masked};
-pub use factory::{FLEX, FlexOptions};
+pub use manager::{FlexAttention, FlexFactory, FlexOptions, MaskChoice, ScoreChoice, workspace_bound};
 pub use mask::{BLOCK, BlockMask, Edited, KvBlocks, MaskRule, MaskShape, make_block_mask};
 pub use mstar_kernels::flex::{CudaSnippet, Geometry, MaskFn, ScoreFn, ScoreMod, TileRow, UserMask, UserMod};
 pub use mstar_kernels::plan::{Planned, Workspace};

@@ -79,7 +79,7 @@ impl BlockMask {
     }
 
     /// Ends a list.
-    fn end_list(&mut self) -> Result<()> {
+    pub(super) fn end_list(&mut self) -> Result<()> {
         match i32::try_from(self.indices.len()) {
             Ok(end) => self.indptr.push(end),
             Err(_) => return refuse("block_kv", "the mask lists more than 2^31 blocks", self.shape.block_kv),

@@ -6,16 +6,19 @@
 //! | `build` | masks from lists of blocks, from what is written, from causality, windows, documents, any predicate |
 //! | `rule` | what decides about the keys of a partial block |
 //! | `edit` | changing the blocks of one list in place |
+//! | `stage` | a ring's pass as a mask, made again in the memory of the one before |
 
 mod build;
 mod edit;
 mod rule;
+mod stage;
 #[cfg(test)]
 mod tests;
 
 pub use build::{KvBlocks, make_block_mask};
 pub use edit::Edited;
 pub use rule::MaskRule;
+pub(crate) use stage::RingMask;
 
 use mstar_kernels::flex::{Blocks, MaskMod};
 use mstar_kernels::{Error, Result};

@@ -22,7 +22,7 @@ pub(crate) fn registry() -> Backends {
     #[cfg(not(feature = "dense"))]
     backends.absent("dense", "dense", &[]);
     #[cfg(feature = "flex")]
-    backends.register(Arc::new(mstar_attn_flex::FLEX));
+    backends.register(Arc::new(mstar_attn_flex::FlexFactory));
     #[cfg(not(feature = "flex"))]
     backends.absent("flex", "flex", &[]);
     #[cfg(feature = "dsa")]
@@ -49,6 +49,8 @@ pub(crate) fn workspace_bytes(
         "mla" => Ok(mstar_attn_mla::workspace_bound(geometry, largest, 0)?),
         #[cfg(feature = "dense")]
         "dense" => Ok(mstar_attn_dense::workspace_bound(geometry, largest, 0)?),
+        #[cfg(feature = "flex")]
+        "flex" => Ok(mstar_attn_flex::workspace_bound(geometry, largest, 0)?),
         _ => {
             let _ = (geometry, largest);
             Ok(0)
