@@ -2,6 +2,9 @@
 
 #[path = "run/bits.rs"]
 mod bits;
+#[cfg(all(feature = "dense", feature = "paged"))]
+#[path = "run/dense.rs"]
+mod dense;
 #[path = "run/hits.rs"]
 mod hits;
 #[path = "run/hostile.rs"]

@@ -87,7 +87,14 @@ fn explain_as_json_holds_the_same_figures() {
 #[test]
 fn a_run_allocates_what_explain_said() {
     let folder = tempfile::tempdir().unwrap();
-    for name in ["quickstart", "cfg-forks", "llama-gqa-decode", "deepseek-mla-decode", "glm-dsa-prefill"] {
+    for name in [
+        "quickstart",
+        "cfg-forks",
+        "diffusion-cfg",
+        "llama-gqa-decode",
+        "deepseek-mla-decode",
+        "glm-dsa-prefill",
+    ] {
         let spec = format!("specs/{name}.yaml");
         let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect("valid JSON");
         let said = json(&stdout(&mstar(&["explain", &spec, "--json"])))["memory_bytes"].as_f64().unwrap();
@@ -117,6 +124,7 @@ fn a_run_allocates_what_explain_said_whatever_its_buckets() {
         ("cfg-forks", 4, "[2, 900], slots: 4", true),
         ("cfg-forks", 4, "[64], slots: 2", false),
         ("cfg-forks", 1, "[8, 65536], slots: 2", false),
+        ("diffusion-cfg", 4, "[3, 8], slots: 2", true),
         ("whisper-cross", 4, "[1, 4], slots: 2", false),
         ("speculative-tree", 4, "[3, 900], slots: 3", false),
         ("llama-gqa-decode", 3, "[2, 64], slots: 2", true),

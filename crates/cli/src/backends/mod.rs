@@ -4,6 +4,8 @@ mod device;
 mod nvrtc;
 mod registry;
 mod softmax;
+#[cfg(all(test, feature = "paged", feature = "dense"))]
+mod swap;
 
 pub(crate) use device::choose;
 pub(crate) use registry::{registry, workspace_bytes};
