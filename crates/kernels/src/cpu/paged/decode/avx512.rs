@@ -300,8 +300,16 @@ unsafe fn store<const LANES: usize, const KEYS: usize>(
     };
     for l in 0..LANES {
         // SAFETY: scores have room for TILE keys a lane, of which the block's are `first..first + count`; others are
-        // not written, by mask.
-        unsafe { _mm512_mask_storeu_ps(job.scores.add((lane + l) * TILE + first), wanted as u16, turn(l)) };
+        // not written, by width or by mask.
+        unsafe {
+            let at = job.scores.add((lane + l) * TILE + first);
+            match KEYS {
+                // A whole block is stored plainly at its own width: 64 masked bytes would reach into the next cache line.
+                4 if count == 4 => _mm_storeu_ps(at, _mm512_castps512_ps128(turn(l))),
+                8 if count == 8 => _mm256_storeu_ps(at, _mm512_castps512_ps256(turn(l))),
+                _ => _mm512_mask_storeu_ps(at, wanted as u16, turn(l)),
+            }
+        }
     }
 }
 
@@ -412,6 +420,9 @@ struct Block<'a> {
     acc: *mut f32,
     acc_stride: usize,
     head_dim: usize,
+    /// Whether accumulators are in the order of elements before, and are to be after; that of [`Load::deal`] otherwise.
+    first: bool,
+    last: bool,
 }
 
 /// Adds weighted values to 64 columns of `LANES` accumulators.
@@ -431,7 +442,12 @@ unsafe fn value_block<K: Load, const LANES: usize>(
         for l in 0..LANES {
             for i in 0..2 {
                 let at = acc.add(l * block.acc_stride + 32 * i);
-                sums[l][i] = K::deal([_mm512_loadu_ps(at), _mm512_loadu_ps(at.add(16))]);
+                sums[l][i] = [_mm512_loadu_ps(at), _mm512_loadu_ps(at.add(16))];
+            }
+        }
+        if block.first {
+            for sum in sums.as_flattened_mut() {
+                *sum = K::deal(*sum);
             }
         }
         let weights = block.weights.add(lane * TILE);
@@ -448,10 +464,15 @@ unsafe fn value_block<K: Load, const LANES: usize>(
             }
             fetch.turn();
         }
+        if block.last {
+            for sum in sums.as_flattened_mut() {
+                *sum = K::gather(*sum);
+            }
+        }
         for l in 0..LANES {
             for i in 0..2 {
                 let at = acc.add(l * block.acc_stride + 32 * i);
-                let [low, high] = K::gather(sums[l][i]);
+                let [low, high] = sums[l][i];
                 _mm512_storeu_ps(at, low);
                 _mm512_storeu_ps(at.add(16), high);
             }
@@ -525,6 +546,8 @@ unsafe fn values<K: Load>(job: &Values<'_>) {
                     acc: job.acc.add(head * job.acc_head),
                     acc_stride: job.acc_stride,
                     head_dim: job.head_dim,
+                    first: index == 0,
+                    last: (index + 1) * VALUE_KEYS >= job.values.len(),
                 };
                 let mut lane = 0;
                 while lane + 4 <= job.lanes {
