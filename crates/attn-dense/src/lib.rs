@@ -50,6 +50,20 @@
 //! assert!((o[0] - 3.0).abs() < 1e-6 && (lse[0] - 5f32.ln()).abs() < 1e-6); // (3 x 1 + 2 x 6) / 5
 //! # Ok::<(), mstar_attn_dense::Error>(())
 //! ```
+//!
+//! # In an engine
+//!
+//! [`DenseAttention`] is the same as a resource of a spec (`backend: dense`). `requires_kv_write` is false: a layer hands its keys
+//! and values to the call. A pass of `commit: false` leaves the cache as it was; one that commits is read by later
+//! steps, so the resource writes its entries itself. Prefixes are gathered when a step is planned, into a buffer of its
+//! label and slot that stays where it is, or read from their pages (`prefix: pages`), which changes no bit. For one token
+//! a step, name `paged`: a row that grows moves all behind it, and they are gathered anew.
+//!
+//! | room | what is in it |
+//! | --- | --- |
+//! | `plan` | [`DensePlan`] and its rows, [`DenseSegment`] |
+//! | `run` | [`run`]: one layer; [`run_in`]: the same in a foreign workspace |
+//! | `manager` | [`DenseAttention`], and the prefixes that it keeps |
 
 #![forbid(unsafe_code)]
 
