@@ -9,7 +9,6 @@ mod index_buf;
 mod observe;
 pub mod pages;
 mod sparse;
-mod unbuilt;
 
 use mstar_kernels::{TensorMut, TensorRef};
 
@@ -25,7 +24,6 @@ pub use self::sparse::{
     IndexFormat, IndexGeometry, IndexStore, Indexed, Selection, SparseAttention, SparseFactory, SparseWork,
     attend_sparse,
 };
-pub use self::unbuilt::Unbuilt;
 
 use crate::kv::{KvEntries, PagedKv};
 use crate::{Error, PlanId, Resource, Result};
