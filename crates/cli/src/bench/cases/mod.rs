@@ -15,7 +15,7 @@ mod paged;
 use half::bf16;
 use mstar_kernels::{Buffer, DType};
 
-use super::measure::{Made, PlainReads};
+use super::measure::Made;
 use super::report::Cost;
 
 /// A kernel at one shape.

@@ -10,7 +10,8 @@ use mstar_kernels::{Buffer, DType, TensorRef};
 use rayon::prelude::*;
 
 use super::super::limits::fold;
-use super::{Case, Cost, Made, PlainReads, filled};
+use super::{Case, Cost, Made, filled};
+use crate::bench::measure::PlainReads;
 
 const D: usize = 128;
 const S: usize = 16;
