@@ -4,9 +4,9 @@
 use std::collections::HashMap;
 
 use anyhow::{Context, ensure};
-use mstar_core::attend::{IndexGeometry, Selection, SparseWork, Work as Least, write_kv};
+use mstar_core::attend::{IndexGeometry, SparseWork, Work as Least, write_kv};
 use mstar_core::kv::{KvPlan, PagedKv, PagedKvCache};
-use mstar_core::{Label, PlanId, PlannedStep, RequestId};
+use mstar_core::{Forward, Label, PlanId, PlannedStep, RequestId};
 use mstar_kernels::reference::Real;
 use mstar_kernels::{DType, Element, Stream, TensorMut};
 use rayon::prelude::*;
@@ -167,7 +167,7 @@ fn run_label(
             // The first resource over the cache sees to it that the entries are written; the others find them there.
             room.attend(&mut forward, buffers.views(tokens)?, turn == 0)
                 .with_context(|| format!("layer {layer} of {}", room.name))?;
-            let picked = if checked.is_empty() { None } else { Picked::copy(room, plan, layer)? };
+            let picked = if checked.is_empty() { None } else { Picked::copy(room, &forward, plan)? };
             let seen = Seen { room, layer, query_layer: layer, picked: picked.as_ref() };
             look(model, buffers, plan, &packed, &checked, scene, seen, outcome)?;
         }
@@ -197,8 +197,9 @@ struct Picked {
 }
 
 impl Picked {
-    /// The picks that `room` attended in `layer`; `None` for a room without an indexer.
-    fn copy(room: &Room, plan: &KvPlan, layer: usize) -> anyhow::Result<Option<Picked>> {
+    /// The picks that `room` attended in the layer of `forward`; `None` for a room without an indexer.
+    fn copy(room: &Room, forward: &Forward<'_>, plan: &KvPlan) -> anyhow::Result<Option<Picked>> {
+        let layer = forward.layer();
         let Some(index) = room.indexer() else { return Ok(None) };
         // By the rule itself, and not by the function that the resource follows.
         let full = index.full_layers.iter().copied().filter(|&full| full <= layer).max();
@@ -208,8 +209,13 @@ impl Picked {
         };
         let shape = [plan.slots.len(), index.index_topk];
         let mut selection = vec![0i32; shape[0] * shape[1]];
-        let selected = Selection::new(plan.id.clone(), full);
-        sparse.copy_selection(&selected, TensorMut::from_slice(&mut selection, &shape)?)?;
+        let selected = forward.last_selection().context("nothing was selected (a bug of mstar's)")?;
+        ensure!(
+            selected.layer() == full,
+            "layer {layer} attended the pick of layer {}, not that of layer {full} (a bug of mstar's)",
+            selected.layer()
+        );
+        sparse.copy_selection(selected, TensorMut::from_slice(&mut selection, &shape)?)?;
         Ok(Some(Picked { layer: full, selection: Some(selection) }))
     }
 

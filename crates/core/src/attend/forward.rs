@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use mstar_kernels::Stream;
 
-use super::Observer;
+use super::{Observer, Selection};
 use crate::{Label, PlanId, PlannedStep, Slot, StepSerial};
 
 /// One forward's cursor: which plan, which layer, which layer selected last. It borrows the planned step, so
@@ -14,7 +14,7 @@ pub struct Forward<'a> {
     plan: PlanId,
     layer: usize,
     stream: &'a Stream,
-    last_selection: Option<usize>,
+    last_selection: Option<Selection>,
     observer: Option<&'a dyn Observer>,
     step: PhantomData<&'a PlannedStep>,
 }
@@ -65,14 +65,14 @@ impl<'a> Forward<'a> {
         self.stream
     }
 
-    /// The layer whose selection a sharing layer reuses: the last one in this forward that selected.
-    pub fn last_selection(&self) -> Option<usize> {
-        self.last_selection
+    /// The selection that a sharing layer reuses: the last one made in this forward.
+    pub fn last_selection(&self) -> Option<&Selection> {
+        self.last_selection.as_ref()
     }
 
-    /// Notes that the current layer has selected.
-    pub fn note_selection(&mut self) {
-        self.last_selection = Some(self.layer);
+    /// Notes what was selected last.
+    pub fn note_selection(&mut self, selection: Selection) {
+        self.last_selection = Some(selection);
     }
 
     /// Who wants to know what the forward costs.

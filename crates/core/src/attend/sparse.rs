@@ -141,12 +141,14 @@ impl IndexGeometry {
 pub struct Selection {
     plan: PlanId,
     layer: usize,
+    turn: u64,
 }
 
 impl Selection {
-    /// The pick that the full layer `layer` made under `plan`.
-    pub fn new(plan: PlanId, layer: usize) -> Selection {
-        Selection { plan, layer }
+    /// The pick that the full layer `layer` made under `plan`, the `turn`-th of the buffers that hold it: a number that they
+    /// never give again, so that a pick which another forward overwrote is known for it.
+    pub fn new(plan: PlanId, layer: usize, turn: u64) -> Selection {
+        Selection { plan, layer, turn }
     }
 
     /// Whose rows it is for.
@@ -157,6 +159,11 @@ impl Selection {
     /// The full layer that picked.
     pub fn layer(&self) -> usize {
         self.layer
+    }
+
+    /// Which of the picks that its buffers have held it is.
+    pub fn turn(&self) -> u64 {
+        self.turn
     }
 }
 

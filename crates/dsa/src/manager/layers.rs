@@ -42,12 +42,14 @@ impl DsaManager {
     }
 
     /// Refuses a pick that is not the one that the buffers of a plan hold.
-    fn holds(&self, memory: &Memory, layer: usize, call: &'static str) -> Result<()> {
-        if memory.selected == Some(layer) {
+    fn holds(&self, memory: &Memory, pick: &Selection, call: &'static str) -> Result<()> {
+        if memory.selected == Some((pick.layer(), pick.turn())) {
             return Ok(());
         }
+        let layer = pick.layer();
         let holds = match memory.selected {
-            Some(other) => format!("that of layer {other}"),
+            Some((other, _)) if other == layer => "a later one, which another forward made".to_owned(),
+            Some((other, _)) => format!("that of layer {other}"),
             None => "none".to_owned(),
         };
         let why = format!(
@@ -154,6 +156,9 @@ impl SparseAttention for DsaManager {
         }
         let mut memory = stored.lock("store_keys")?;
         memory.stored = None;
+        if memory.selected.is_some_and(|(of, _)| of == layer) {
+            memory.selected = None; // It was picked from other keys.
+        }
         if self.in_buffers() {
             self.store_in_buffers(&stored, layer, keys)?;
         } else {
@@ -197,24 +202,26 @@ impl SparseAttention for DsaManager {
                 false => self.select_in_pages(forward, &stored, &mut memory, q, weights)?,
             }
         }
-        memory.selected = Some(layer);
-        forward.note_selection();
-        Ok(Selection::new(forward.plan_id().clone(), layer))
+        let selection = Selection::new(forward.plan_id().clone(), layer, memory.turn(layer));
+        forward.note_selection(selection.clone());
+        Ok(selection)
     }
 
     fn shared_selection(&self, forward: &Forward<'_>) -> Result<Selection> {
         let (call, layer) = ("shared_selection", forward.layer());
         let full = self.sharing(layer, call)?;
-        if forward.last_selection() != Some(full) {
-            let last = forward.last_selection();
-            let last = last
-                .map_or_else(|| "none has".to_owned(), |last| format!("layer {last} was the last that has"));
+        let last = forward.last_selection();
+        let Some(selection) = last.filter(|last| last.layer() == full) else {
+            let last = last.map_or_else(
+                || "none has".to_owned(),
+                |last| format!("layer {} was the last that has", last.layer()),
+            );
             let why = format!(
                 "layer {layer} attends the pick of layer {full}, which has not selected in this forward: {last}"
             );
             return Err(Error::Order { call, why });
-        }
-        Ok(Selection::new(forward.plan_id().clone(), full))
+        };
+        Ok(selection.clone())
     }
 
     fn attend(
@@ -245,7 +252,7 @@ impl SparseAttention for DsaManager {
                 let why = format!("layer {layer} attends the pick of layer {full}, not that of layer {made}");
                 return Err(Error::Order { call, why });
             }
-            self.holds(&memory, full, call)?;
+            self.holds(&memory, selection, call)?;
         } else if plan.needs_selection() {
             let topk = self.index.index_topk;
             let why = format!("some query sees more than {topk} keys; select first, or share a selection");
@@ -268,7 +275,7 @@ impl SparseAttention for DsaManager {
         self.said(out.expect("out", "[T, K]", &shape, Some(DType::I32), device))?;
         let memory = stored.lock("copy_selection")?;
         if stored.plan.needs_selection() {
-            self.holds(&memory, selection.layer(), "copy_selection")?;
+            self.holds(&memory, selection, "copy_selection")?;
         }
         for token in 0..tokens {
             let mut to = out.reborrow().select(0, token)?;

@@ -81,8 +81,10 @@ pub(crate) struct Memory {
     workspace: Buffer,
     /// The full layer whose index keys were stored last.
     pub(crate) stored: Option<usize>,
-    /// The full layer whose pick `selection` holds.
-    pub(crate) selected: Option<usize>,
+    /// The full layer whose pick `selection` holds, and which of all its picks that is.
+    pub(crate) selected: Option<(usize, u64)>,
+    /// Picks that were made here, over all plans.
+    turns: u64,
 }
 
 impl Memory {
@@ -93,7 +95,15 @@ impl Memory {
             workspace: Buffer::zeroed(sizes.workspace)?,
             stored: None,
             selected: None,
+            turns: 0,
         })
+    }
+
+    /// Notes that `selection` holds a pick of `layer` from now on; returns its number.
+    pub(crate) fn turn(&mut self, layer: usize) -> u64 {
+        self.turns += 1;
+        self.selected = Some((layer, self.turns));
+        self.turns
     }
 
     /// Forgets the plan before, and grows each part to what the next needs; one that is large enough stays where it is.
@@ -189,10 +199,12 @@ mod tests {
             (picks.as_ptr().addr(), workspace.as_ref().as_ptr().addr())
         };
         let before = addresses(&mut memory);
-        (memory.stored, memory.selected) = (Some(2), Some(2));
+        memory.stored = Some(2);
+        assert_eq!((memory.turn(2), memory.turn(4)), (1, 2));
         memory.reserve(Sizes { selection: 8, staging: 0, workspace: 1 }).unwrap();
         assert_eq!((addresses(&mut memory), memory.bytes()), (before, large.total()));
         assert_eq!((memory.stored, memory.selected), (None, None));
+        assert_eq!(memory.turn(2), 3, "a number is never given again");
         memory.reserve(Sizes { workspace: 4096, ..large }).unwrap();
         assert_eq!(memory.bytes(), 400 + 64 + 4096);
         assert_eq!(addresses(&mut memory).0, before.0);

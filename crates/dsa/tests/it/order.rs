@@ -105,7 +105,7 @@ fn a_pick_serves_its_own_plan_its_own_layers_and_until_the_next() {
     let indexed = inputs.indexed(&rig);
     let said = attend(&rig, &forward, None).unwrap_err().to_string();
     assert!(said.contains("some query sees more than 8 keys"), "{said}");
-    let never = Selection::new(forward.plan_id().clone(), 0);
+    let never = Selection::new(forward.plan_id().clone(), 0, 1);
     assert!(attend(&rig, &forward, Some(&never)).unwrap_err().to_string().contains("buffers hold none"));
     let mut picks = [7i32; 8];
     let mut copy = |selection: &Selection| {
@@ -139,6 +139,35 @@ fn a_pick_serves_its_own_plan_its_own_layers_and_until_the_next() {
     forward.set_layer(3);
     let said = attend(&rig, &forward, Some(&second)).unwrap_err().to_string();
     assert!(said.contains("another plan's"), "{said}");
+    rig.engine.abort(planned);
+}
+
+#[test]
+fn a_pick_that_another_forward_of_the_plan_overwrote_is_refused() {
+    let rig = rig();
+    let planned = rig.planned(step(&[("a", 1)]), None);
+    let stream = Stream::cpu();
+    let (mut first, mut second) = (planned.forward("main", &stream), planned.forward("main", &stream));
+    let inputs = Inputs::new(&rig, 1);
+    let indexed = inputs.indexed(&rig);
+    let pick = |forward: &mut mstar_core::Forward<'_>| {
+        rig.dsa.store_keys(forward, indexed.keys).unwrap();
+        rig.dsa.select(forward, indexed.q, indexed.weights).unwrap()
+    };
+    let of_first = pick(&mut first);
+    attend(&rig, &first, Some(&of_first)).unwrap();
+    // Other keys of the layer alone make the pick from the old ones worthless.
+    rig.dsa.store_keys(&second, indexed.keys).unwrap();
+    assert!(attend(&rig, &first, Some(&of_first)).unwrap_err().to_string().contains("buffers hold none"));
+    let of_second = pick(&mut second);
+    first.set_layer(1);
+    second.set_layer(1);
+    let shared = rig.dsa.shared_selection(&first).unwrap();
+    assert_eq!(shared, of_first);
+    let said = attend(&rig, &first, Some(&shared)).unwrap_err().to_string();
+    assert!(said.contains("hold a later one, which another forward made"), "{said}");
+    assert_eq!(rig.dsa.shared_selection(&second).unwrap(), of_second);
+    attend(&rig, &second, Some(&of_second)).unwrap();
     rig.engine.abort(planned);
 }
 

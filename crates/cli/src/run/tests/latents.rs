@@ -256,14 +256,16 @@ impl SparseAttention for Indexer {
                 }
             }
         }
-        forward.note_selection();
+        let selection = Selection::new(forward.plan_id().clone(), layer, 0);
+        forward.note_selection(selection.clone());
         self.picks.lock().unwrap().insert(forward.plan_id().clone(), (layer, picks));
-        Ok(Selection::new(forward.plan_id().clone(), layer))
+        Ok(selection)
     }
     fn shared_selection(&self, forward: &Forward<'_>) -> Result<Selection> {
         let layer = self.index.full_layer_of(forward.layer()).expect("the first layer is full");
-        assert_eq!(forward.last_selection(), Some(layer));
-        Ok(Selection::new(forward.plan_id().clone(), layer))
+        let last = forward.last_selection().expect("a full layer came before");
+        assert_eq!(last.layer(), layer);
+        Ok(last.clone())
     }
     fn attend(
         &self,

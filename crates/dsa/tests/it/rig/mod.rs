@@ -284,7 +284,10 @@ impl Rig {
             inputs.attend(self, forward, &mut o, &mut lse);
             let mut picks = vec![i32::MIN; tokens * self.setup.topk];
             let full = self.dsa.index().full_layer_of(layer).unwrap();
-            let selection = mstar_core::attend::Selection::new(forward.plan_id().clone(), full);
+            // A plan that needs no selection makes none; its copy is all -1.
+            let none = || mstar_core::attend::Selection::new(forward.plan_id().clone(), full, 0);
+            let selection = forward.last_selection().cloned().unwrap_or_else(none);
+            assert_eq!(selection.layer(), full);
             let to = TensorMut::from_slice(&mut picks, &[tokens, self.setup.topk]).unwrap();
             self.dsa.copy_selection(&selection, to).unwrap();
             split(&plan, &floats(&o, self.setup.dtype), &lse, &picks, &mut outs);
