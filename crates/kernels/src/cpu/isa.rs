@@ -93,8 +93,16 @@ impl Isa {
 
     /// The bodies that this machine runs, best first; [`Isa::Portable`] always ends the list.
     pub fn supported() -> &'static [Isa] {
-        static SUPPORTED: OnceLock<Vec<Isa>> = OnceLock::new();
-        SUPPORTED.get_or_init(|| Isa::ALL.into_iter().filter(|isa| isa.is_supported()).collect())
+        static SUPPORTED: OnceLock<([Isa; Isa::ALL.len()], usize)> = OnceLock::new();
+        let (isas, count) = SUPPORTED.get_or_init(|| {
+            let (mut isas, mut count) = ([Isa::Portable; Isa::ALL.len()], 0);
+            for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+                isas[count] = isa;
+                count += 1;
+            }
+            (isas, count)
+        });
+        &isas[..*count]
     }
 
     /// The body to use: the one forced on this thread by [`Isa::force`], else the one that
