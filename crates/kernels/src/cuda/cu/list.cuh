@@ -1,0 +1,121 @@
+// A work list on a device, and the parameters of the kernels that walk it. `exec/` has the same structures in Rust and
+// asserts the same sizes; `work.rs` says what every field means.
+#pragma once
+
+#include "ptx.cuh"
+
+// Keys a leaf of a row that is never cut.
+constexpr u32 ONE_LEAF = 1u << 31;
+// `Member::partial` of an item that writes the row's result itself.
+constexpr u64 DIRECT = ~0ull;
+// `Row::mask_begin` of a row without a mask.
+constexpr u64 NO_MASK = ~0ull;
+
+struct Row {
+    u64 mask_begin;
+    u32 mask_words, q_begin, q_len, kv_len, kv_begin, kv_offset, page_begin, page_count, family, leaf_keys;
+};
+struct Item {
+    u64 cost;
+    u32 member_begin, member_count, kv_head_begin, kv_head_count, q_begin, q_count, leaf_begin, leaf_end;
+};
+struct Member {
+    u64 partial;
+    u32 row, reserved;
+};
+struct Merge {
+    u32 row, q_begin, q_count, kv_head_begin, kv_head_count, part_begin, part_count, reserved;
+};
+struct Part {
+    u64 partial;
+    u32 index, level;
+};
+struct Segment {
+    u32 prefix_len, prefix_begin, fresh_begin, reserved;
+};
+static_assert(sizeof(Row) == 48 && sizeof(Item) == 40 && sizeof(Member) == 16, "as in work.rs");
+static_assert(sizeof(Merge) == 32 && sizeof(Part) == 16 && sizeof(Segment) == 16, "as in work.rs");
+
+// What a list's image starts with: counts, and where its arrays lie, in bytes from the image's start (multiples of 16).
+struct Image {
+    u32 rows, items, merges, tokens;
+    u32 row_at, item_at, member_at, merge_at, part_at, page_at, mask_at, segment_at;
+    // Beside the pages of a list over blocks: u8, not 0 where a mask decides; i32, which block of the sequence each is
+    // (0 bytes: the page id itself). `table_at`: what mods read (ModTable).
+    u32 flag_at, position_at, table_at, reserved;
+};
+static_assert(sizeof(Image) == 64, "as in exec/image.rs");
+
+template <class T>
+DEVICE const T* array_of(const Image* image, u32 at) {
+    return reinterpret_cast<const T*>(reinterpret_cast<const u8*>(image) + at);
+}
+DEVICE const Row* rows_of(const Image* image) { return array_of<Row>(image, image->row_at); }
+DEVICE const Item* items_of(const Image* image) { return array_of<Item>(image, image->item_at); }
+DEVICE const Member* members_of(const Image* image) { return array_of<Member>(image, image->member_at); }
+DEVICE const Merge* merges_of(const Image* image) { return array_of<Merge>(image, image->merge_at); }
+DEVICE const Part* parts_of(const Image* image) { return array_of<Part>(image, image->part_at); }
+DEVICE const i32* pages_of(const Image* image) { return array_of<i32>(image, image->page_at); }
+DEVICE const u64* masks_of(const Image* image) { return array_of<u64>(image, image->mask_at); }
+DEVICE const Segment* segments_of(const Image* image) { return array_of<Segment>(image, image->segment_at); }
+
+// A tensor whose innermost axis is contiguous: its first element, and the elements between neighbours of its outer axes.
+//   q [T, H, D]: token, head. k, v in pages [P, S, G, D]: page, slot, head; packed [U, G, D]: token, head;
+//   latents [P, S, C + E]: page, slot. Over blocks: q [B, H, L, D]: batch, head, token; k, v [B, G, M, D]: the same.
+struct View {
+    u64 at;
+    i64 stride[3];
+};
+// A result [T, H, ..] (or [T, H]): as `Out` and `Planes` of the CPU's executor. plane_tokens is ~0 when there is one plane.
+struct Place {
+    u64 at;  // 0: not wanted
+    i64 token, head;
+    u64 plane_tokens, plane_heads;
+    i64 plane_batch, plane_head;
+};
+DEVICE i64 place_of(const Place& place, u64 token, u64 head) {
+    if (place.plane_tokens == ~0ull) return i64(token) * place.token + i64(head) * place.head;
+    u64 plane = token / place.plane_tokens;
+    return i64(plane / place.plane_heads) * place.plane_batch + i64(plane % place.plane_heads) * place.plane_head +
+           i64(token % place.plane_tokens) * place.token + i64(head) * place.head;
+}
+
+// One layer over a list.
+struct Attend {
+    const Image* image;
+    float* partials;           // states that items leave for merges
+    View q, q_pe;              // q_pe [T, H, E]: over latents, the other lanes of each query
+    View k, v;                 // over latents, v is k
+    View k_prefix, v_prefix;   // over segments: prefixes, packed or in pages
+    Place o, lse, max_scores;  // of the query type; f32; f32
+    const float* sinks;        // [H], or null
+    const float* slopes;       // [H], or null
+    u32 H, G, D, Dv, S;        // heads, key heads, widths (latents: D = C + E, Dv = C), slots a page or block
+    u32 q_len, kv_len;         // over blocks: L and M
+    float scale;               // sm_scale
+    float soft_cap;            // 0: none
+    i64 window_left;           // -1: none
+    i64 q_offset;              // over blocks: position of query 0 among the keys
+    u32 flags;                 // CAUSAL, PER_HEAD, ..
+    u32 reserved;
+};
+constexpr u32 CAUSAL = 1;
+// Over blocks: rows are of one query head each.
+constexpr u32 PER_HEAD = 2;
+// Prefixes lie in pages.
+constexpr u32 PREFIX_PAGES = 4;
+
+// The state of `lanes` query vectors of one key head, in f32: [m: lanes][l: lanes][acc: lanes x width], each part padded to
+// STATE_LINE floats, lanes' accumulators `state_width` apart. m is in base-2 units; -inf for a lane that saw nothing.
+constexpr u32 STATE_LINE = 16;
+DEVICE u32 state_width(u32 width) { return (width + STATE_LINE - 1) / STATE_LINE * STATE_LINE; }
+DEVICE u32 state_lanes(u32 lanes) { return (lanes + STATE_LINE - 1) / STATE_LINE * STATE_LINE; }
+DEVICE u64 state_len(u32 lanes, u32 width) { return 2ull * state_lanes(lanes) + u64(lanes) * state_width(width); }
+
+// A mod's numbers, one a mod of the call in order (score mods first): what it points at lies in the image.
+struct ModTable {
+    u32 floats_at, ints_at;  // bytes from the image's start
+    i32 a, b;                // left, right; W; lengths
+    float value;             // the cap
+    u32 reserved[3];
+};

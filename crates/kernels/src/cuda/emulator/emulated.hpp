@@ -1,0 +1,444 @@
+// ptx.cuh's names for a host compiler: a block's threads are fibers, its warps' collectives are exchanges between them.
+//
+// What it is for: the arithmetic, indexing, masks and barriers of the kernels, tested with no device. It is stricter than one:
+// shared memory starts as NaN, a cp.async lands when it is waited for and not before, a collective that not all lanes of a warp
+// call, two different ones at once, and a barrier that is never completed each end the program with a message.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#if !defined(__x86_64__)
+#error "the emulator switches fibers on x86-64 only"
+#endif
+
+#define DEVICE static inline
+#define UNROLL
+#define NO_UNROLL
+#define MSTAR_KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS)                                                              \
+    static void NAME##__body(const PARAMS& p);                                                                       \
+    extern "C" int NAME##__run(u32 gx, u32 gy, u32 gz, u32 block, u32 shared, const void* params) {                  \
+        if (block > (THREADS)) emulated::fail("more threads than the kernel's launch bounds");                       \
+        PARAMS copy;                                                                                                 \
+        std::memcpy(&copy, params, sizeof copy);                                                                     \
+        emulated::Grid grid{gx, gy, gz, block, shared, &copy,                                                        \
+                            [](const void* p) { NAME##__body(*static_cast<const PARAMS*>(p)); }};                    \
+        grid.run();                                                                                                  \
+        return 0;                                                                                                    \
+    }                                                                                                                \
+    static void NAME##__body(const PARAMS& p)
+#define SHARED(NAME) u8* NAME = emulated::now->block->shared
+
+namespace emulated {
+
+[[noreturn]] static void fail(const char* why) {
+    std::fprintf(stderr, "emulator: %s\n", why);
+    std::abort();
+}
+
+struct Copy {
+    void* to;
+    const void* from;  // null: zeros
+};
+
+struct Block;
+
+struct Fiber {
+    void* stack_pointer = nullptr;
+    u32 id = 0;
+    bool done = false;
+    const u32* waits_for = nullptr;  // runs on when *waits_for != waits_at
+    u32 waits_at = 0;
+    Block* block = nullptr;
+    std::vector<std::vector<Copy>> groups;
+    std::vector<Copy> open;
+    u8* stack = nullptr;
+};
+
+struct Exchange {
+    u32 generation = 0, arrived = 0, operation = 0;
+    u32 slot[2][32][8];
+};
+
+struct Barrier {
+    u32 generation = 0, arrived = 0;
+    bool said[2] = {false, false};
+};
+
+struct Block {
+    u32 x, y, z, gx, gy, gz, size;
+    u8* shared;
+    Fiber* fibers;
+    Exchange* warps;
+    Barrier barriers[16];
+    void* scheduler;
+    const void* params;
+    void (*body)(const void*);
+};
+
+static thread_local Fiber* now = nullptr;
+
+__attribute__((naked, noinline)) static void switch_to(void** /*save*/, void* /*load*/) {
+    __asm__ volatile(
+        "push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n"
+        "mov %rsp, (%rdi)\n mov %rsi, %rsp\n"
+        "pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret\n");
+}
+
+static void yield() { switch_to(&now->stack_pointer, now->block->scheduler); }
+
+static void wait_until_changed(const u32* generation, u32 at) {
+    while (*generation == at) {
+        now->waits_for = generation;
+        now->waits_at = at;
+        yield();
+    }
+    now->waits_for = nullptr;
+}
+
+static void land(std::vector<Copy>& copies) {
+    for (const Copy& copy : copies) {
+        if (copy.from) std::memcpy(copy.to, copy.from, 16);
+        else std::memset(copy.to, 0, 16);
+    }
+    copies.clear();
+}
+
+static void entry() {
+    Fiber* self = now;
+    self->block->body(self->block->params);
+    for (auto& group : self->groups) {
+        if (!group.empty()) fail("a thread ended with a cp.async under way");
+    }
+    if (!self->open.empty()) fail("a thread ended with a cp.async that it had not committed");
+    self->done = true;
+    yield();
+    fail("a fiber that ended was resumed");
+}
+
+struct Grid {
+    u32 gx, gy, gz, block, shared;
+    const void* params;
+    void (*body)(const void*);
+
+    void one(u32 index, std::vector<Fiber>& fibers, u8* memory) const {
+        std::memset(memory, 0xff, shared);
+        std::vector<Exchange> warps((block + 31) / 32);
+        Block b{};
+        b.x = index % gx;
+        b.y = index / gx % gy;
+        b.z = index / gx / gy;
+        b.gx = gx, b.gy = gy, b.gz = gz, b.size = block;
+        b.shared = memory;
+        b.fibers = fibers.data();
+        b.warps = warps.data();
+        b.params = params;
+        b.body = body;
+        for (u32 i = 0; i < block; i++) {
+            Fiber& fiber = fibers[i];
+            fiber.id = i;
+            fiber.done = false;
+            fiber.waits_for = nullptr;
+            fiber.block = &b;
+            fiber.groups.clear();
+            fiber.open.clear();
+            void** top = reinterpret_cast<void**>(fiber.stack + STACK);
+            *--top = nullptr;  // keeps the stack as a call leaves it
+            *--top = reinterpret_cast<void*>(&entry);
+            top -= 6;
+            std::memset(top, 0, 6 * sizeof *top);
+            fiber.stack_pointer = top;
+        }
+        u32 left = block;
+        while (left > 0) {
+            bool moved = false;
+            for (u32 i = 0; i < block; i++) {
+                Fiber& fiber = fibers[i];
+                if (fiber.done || (fiber.waits_for && *fiber.waits_for == fiber.waits_at)) continue;
+                now = &fiber;
+                switch_to(&b.scheduler, fiber.stack_pointer);
+                moved = true;
+                left -= fiber.done;
+            }
+            if (!moved) fail("threads of a block wait for each other: a barrier or a collective that not all reach");
+        }
+    }
+
+    static constexpr size_t STACK = 256 << 10;
+
+    void run() const {
+        if (block == 0 || block % 32 != 0 || block > 1024) fail("a block has 32 to 1024 threads, whole warps");
+        u32 blocks = gx * gy * gz;
+        const char* asked = std::getenv("MSTAR_EMULATOR_THREADS");
+        u32 workers = asked ? std::atoi(asked) : std::thread::hardware_concurrency();
+        workers = workers < 1 ? 1 : workers > blocks ? (blocks ? blocks : 1) : workers;
+        std::atomic<u32> next{0};
+        auto work = [&] {
+            std::vector<u8> stacks(block * STACK + 64);
+            u8* first = reinterpret_cast<u8*>((reinterpret_cast<size_t>(stacks.data()) + 63) / 64 * 64);
+            std::vector<u8> memory(shared + 1024);
+            u8* aligned = reinterpret_cast<u8*>((reinterpret_cast<size_t>(memory.data()) + 1023) / 1024 * 1024);
+            std::vector<Fiber> fibers(block);
+            for (u32 i = 0; i < block; i++) fibers[i].stack = first + i * STACK;
+            for (u32 i; (i = next.fetch_add(1)) < blocks;) one(i, fibers, aligned);
+        };
+        std::vector<std::thread> others;
+        for (u32 i = 1; i < workers; i++) others.emplace_back(work);
+        work();
+        for (auto& other : others) other.join();
+    }
+};
+
+// Every lane's words, once all lanes of the warp have come with the same operation.
+static inline const u32 (*exchange(u32 operation, const u32* words, u32 count))[8] {
+    Fiber* self = now;
+    Exchange& warp = self->block->warps[self->id / 32];
+    u32 at = warp.generation, lane = self->id % 32;
+    if (warp.arrived == 0) warp.operation = operation;
+    else if (warp.operation != operation) fail("lanes of a warp call different collectives");
+    for (u32 i = 0; i < count; i++) warp.slot[at & 1][lane][i] = words[i];
+    if (++warp.arrived == 32) {
+        warp.arrived = 0;
+        warp.generation++;
+    } else {
+        wait_until_changed(&warp.generation, at);
+    }
+    return warp.slot[at & 1];
+}
+
+static inline bool barrier(u32 id, u32 count, bool said) {
+    Barrier& barrier = now->block->barriers[id];
+    u32 at = barrier.generation;
+    barrier.said[at & 1] |= said;
+    if (++barrier.arrived == count) {
+        barrier.arrived = 0;
+        barrier.said[(at + 1) & 1] = false;
+        barrier.generation++;
+    } else {
+        wait_until_changed(&barrier.generation, at);
+    }
+    return barrier.said[at & 1];
+}
+
+enum : u32 { XOR, IDX, UP, BALLOT, MATCH, ADD, MAX, SYNC, LDMATRIX, MMA };
+
+template <class T>
+static inline u32 word(T v) {
+    u32 r;
+    std::memcpy(&r, &v, 4);
+    return r;
+}
+template <class T>
+static inline T unword(u32 v) {
+    T r;
+    std::memcpy(&r, &v, 4);
+    return r;
+}
+template <class T>
+static inline T from_lane(u32 operation, T v, u32 lane) {
+    u32 w = word(v);
+    return unword<T>(exchange(operation, &w, 1)[lane][0]);
+}
+
+}  // namespace emulated
+
+DEVICE u32 thread_x() { return emulated::now->id; }
+DEVICE u32 threads() { return emulated::now->block->size; }
+DEVICE u32 block_x() { return emulated::now->block->x; }
+DEVICE u32 block_y() { return emulated::now->block->y; }
+DEVICE u32 block_z() { return emulated::now->block->z; }
+DEVICE u32 grid_x() { return emulated::now->block->gx; }
+DEVICE u32 grid_y() { return emulated::now->block->gy; }
+DEVICE void block_sync() { emulated::barrier(0, emulated::now->block->size, false); }
+DEVICE void named_sync(u32 id, u32 count) { emulated::barrier(id, count, false); }
+DEVICE void warp_sync() { emulated::exchange(emulated::SYNC, nullptr, 0); }
+DEVICE bool block_any(bool said) { return emulated::barrier(0, emulated::now->block->size, said); }
+
+template <class T>
+DEVICE T shfl_xor(T v, u32 mask) {
+    return emulated::from_lane(emulated::XOR, v, (thread_x() % 32) ^ mask);
+}
+template <class T>
+DEVICE T shfl_idx(T v, u32 lane) {
+    return emulated::from_lane(emulated::IDX, v, lane % 32);
+}
+DEVICE u32 shfl_up(u32 v, u32 by) {
+    u32 lane = thread_x() % 32;
+    return emulated::from_lane(emulated::UP, v, lane < by ? lane : lane - by);
+}
+DEVICE u32 ballot(bool said) {
+    u32 w = said, r = 0;
+    auto all = emulated::exchange(emulated::BALLOT, &w, 1);
+    for (u32 i = 0; i < 32; i++) r |= (all[i][0] & 1) << i;
+    return r;
+}
+DEVICE bool warp_any(bool said) { return ballot(said) != 0; }
+DEVICE bool warp_all(bool said) { return ballot(said) == 0xffffffffu; }
+DEVICE u32 match_any(u32 v) {
+    u32 r = 0;
+    auto all = emulated::exchange(emulated::MATCH, &v, 1);
+    for (u32 i = 0; i < 32; i++) r |= u32(all[i][0] == v) << i;
+    return r;
+}
+DEVICE u32 warp_add(u32 v) {
+    u32 r = 0;
+    auto all = emulated::exchange(emulated::ADD, &v, 1);
+    for (u32 i = 0; i < 32; i++) r += all[i][0];
+    return r;
+}
+DEVICE u32 warp_max(u32 v) {
+    u32 r = 0;
+    auto all = emulated::exchange(emulated::MAX, &v, 1);
+    for (u32 i = 0; i < 32; i++) r = r > all[i][0] ? r : all[i][0];
+    return r;
+}
+
+DEVICE u32 popcount(u32 v) { return __builtin_popcount(v); }
+DEVICE u32 leading_zeros(u32 v) { return v ? __builtin_clz(v) : 32; }
+DEVICE u32 lowest_bit(u32 v) { return __builtin_ffs(v); }
+DEVICE u32 float_bits(float v) { return emulated::word(v); }
+DEVICE float bits_float(u32 v) { return emulated::unword<float>(v); }
+DEVICE float infinity() { return INFINITY; }
+DEVICE float ex2(float v) {
+    float r = std::exp2(v);
+    return std::fabs(r) < 1.17549435e-38f ? 0.0f : r;
+}
+DEVICE float lg2(float v) { return std::log2(v); }
+DEVICE float to_float(Bf16 v) { return bits_float(u32(v.bits) << 16); }
+DEVICE float to_float(F16 v) {
+    u32 sign = u32(v.bits & 0x8000) << 16, exponent = (v.bits >> 10) & 31, mantissa = v.bits & 1023;
+    if (exponent == 31) return bits_float(sign | 0x7f800000u | mantissa << 13);
+    if (exponent == 0) {
+        float r = std::ldexp(float(mantissa), -24);
+        return sign ? -r : r;
+    }
+    return bits_float(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+DEVICE float to_float(float v) { return v; }
+
+template <class T>
+DEVICE T from_float(float v);
+template <>
+inline Bf16 from_float<Bf16>(float v) {
+    u32 w = float_bits(v);
+    if (v != v) return Bf16{0x7fff};
+    return Bf16{u16((w + 0x7fff + ((w >> 16) & 1)) >> 16)};
+}
+template <>
+inline F16 from_float<F16>(float v) {
+    u16 sign = u16(float_bits(v) >> 16) & 0x8000;
+    float size = std::fabs(v);
+    if (v != v) return F16{0x7fff};
+    if (size >= 65520.0f) return F16{u16(sign | 0x7c00)};
+    if (size < 6.103515625e-05f) return F16{u16(sign | u16(std::nearbyint(std::ldexp(size, 24))))};
+    u32 w = float_bits(size);
+    w += 0xfff + ((w >> 13) & 1);
+    return F16{u16(sign | ((w >> 13) - (112 << 10)))};
+}
+template <>
+inline float from_float<float>(float v) {
+    return v;
+}
+template <class T>
+DEVICE u32 pack(float lo, float hi) {
+    return u32(from_float<T>(lo).bits) | u32(from_float<T>(hi).bits) << 16;
+}
+DEVICE u8 to_e4m3(float v) {
+    u8 sign = float_bits(v) >> 24 & 0x80;
+    if (v != v) return sign | 0x7f;
+    float size = std::fabs(v);
+    if (size >= 448.0f) return sign | 0x7e;
+    if (size < 0.015625f) return sign | u8(std::nearbyint(size * 512.0f));
+    u32 w = float_bits(size);
+    w += 0x7ffff + ((w >> 20) & 1);
+    u8 r = u8((w >> 20) - (120 << 3));
+    return sign | (r > 0x7e ? 0x7e : r);
+}
+
+DEVICE U4 load16(const void* from) {
+    if (reinterpret_cast<size_t>(from) % 16) emulated::fail("load16 of an address that is not 16-byte aligned");
+    U4 r;
+    std::memcpy(&r, from, 16);
+    return r;
+}
+DEVICE U4 load16_once(const void* from) { return load16(from); }
+DEVICE void store16(void* to, U4 v) {
+    if (reinterpret_cast<size_t>(to) % 16) emulated::fail("store16 to an address that is not 16-byte aligned");
+    std::memcpy(to, &v, 16);
+}
+DEVICE u32 atomic_add(u32* at, u32 v) { return __atomic_fetch_add(at, v, __ATOMIC_RELAXED); }
+DEVICE u32 atomic_max(u32* at, u32 v) {
+    u32 seen = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (seen < v && !__atomic_compare_exchange_n(at, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return seen;
+}
+DEVICE u32 take_ticket(u32* at) { return __atomic_fetch_add(at, 1, __ATOMIC_ACQ_REL); }
+DEVICE void device_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+
+DEVICE void cp_async_16(void* shared, const void* global, bool valid) {
+    emulated::Block* block = emulated::now->block;
+    (void)block;
+    if (reinterpret_cast<size_t>(shared) % 16 || (valid && reinterpret_cast<size_t>(global) % 16))
+        emulated::fail("cp_async_16 of an address that is not 16-byte aligned");
+    std::memset(shared, 0xff, 16);
+    emulated::now->open.push_back({shared, valid ? global : nullptr});
+}
+DEVICE void cp_async_commit() {
+    emulated::now->groups.push_back(std::move(emulated::now->open));
+    emulated::now->open.clear();
+}
+template <u32 N>
+DEVICE void cp_async_wait() {
+    auto& groups = emulated::now->groups;
+    while (groups.size() > N) {
+        emulated::land(groups.front());
+        groups.erase(groups.begin());
+    }
+}
+
+namespace emulated {
+static inline void ldmatrix(u32 (&r)[4], const void* row, bool transposed) {
+    if (reinterpret_cast<size_t>(row) % 16) fail("ldmatrix of a row that is not 16-byte aligned");
+    u64 at = reinterpret_cast<u64>(row);
+    u32 words[2] = {u32(at), u32(at >> 32)};
+    auto all = exchange(LDMATRIX, words, 2);
+    u32 lane = thread_x() % 32;
+    auto element = [&](u32 matrix, u32 row, u32 column) {
+        const u32* of = all[8 * matrix + row];
+        return u32(reinterpret_cast<const u16*>(u64(of[0]) | u64(of[1]) << 32)[column]);
+    };
+    for (u32 i = 0; i < 4; i++) {
+        u32 a = lane / 4, b = 2 * (lane % 4);
+        r[i] = transposed ? element(i, b, a) | element(i, b + 1, a) << 16
+                          : element(i, a, b) | element(i, a, b + 1) << 16;
+    }
+    exchange(LDMATRIX, words, 0);  // all have read before anyone goes on to write what the rows hold
+}
+}  // namespace emulated
+DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) { emulated::ldmatrix(r, row, false); }
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) { emulated::ldmatrix(r, row, true); }
+
+template <class T>
+DEVICE void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    u32 words[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
+    auto all = emulated::exchange(emulated::MMA, words, 6);
+    u32 g = (thread_x() % 32) / 4, t = (thread_x() % 32) % 4;
+    auto half = [](u32 word, u32 which) { return double(to_float(T{u16(word >> (16 * which))})); };
+    for (u32 i = 0; i < 4; i++) {
+        u32 upper = i / 2, n = 2 * t + i % 2;
+        double sum = 0;
+        for (u32 k = 0; k < 16; k++) {
+            u32 of = (k % 8) / 2;
+            double x = half(all[4 * g + of][upper + 2 * (k / 8)], k % 2);
+            double y = half(all[4 * n + of][4 + k / 8], k % 2);
+            sum += x * y;
+        }
+        c[i] = float(c[i] + sum);
+    }
+}
