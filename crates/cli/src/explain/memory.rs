@@ -150,8 +150,13 @@ fn worlds(lines: &mut Vec<Line>, name: &str, ring: &RingConfig) {
 fn forward(lines: &mut Vec<Line>, widths: &Widths) {
     let (t, h, size) = (widths.tokens, widths.num_qo_heads, widths.dtype.size());
     let (what, how) = match widths.entries {
-        Entries::Heads { num_kv_heads: g, head_dim: d } => {
-            let how = format!("T {t} x (2 x (H {h} + G {g}) x D {d} x {size} B + H {h} x 4 B)");
+        Entries::Heads { num_kv_heads: g, head_dim: d, head_dim_vo: dv } => {
+            let each = if d == dv {
+                format!("2 x (H {h} + G {g}) x D {d}")
+            } else {
+                format!("(H {h} + G {g}) x (D {d} + Dv {dv})")
+            };
+            let how = format!("T {t} x ({each} x {size} B + H {h} x 4 B)");
             ("q, k, v, o and lse of one forward", how)
         }
         Entries::Latents { kv_lora_rank: c, qk_rope_head_dim: e } => {

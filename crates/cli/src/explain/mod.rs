@@ -5,7 +5,7 @@ mod memory;
 mod prepare;
 mod show;
 
-pub(crate) use prepare::{Prepared, Served, ServedSparse, SpecArguments, causal, prepare};
+pub(crate) use prepare::{Prepared, Served, ServedSparse, SpecArguments, causal, causal_in_frames, prepare};
 
 use crate::exit::Exit;
 use crate::text::print;

@@ -10,7 +10,7 @@ use mstar_core::attend::{
     AttnBackend, AttnGeometry, BackendOptions, IndexGeometry, IndexStore, Rank, Reason, SparseFactory,
     resolve_attn_backend,
 };
-use mstar_core::kv::{KvConfig, KvLayout};
+use mstar_core::kv::{KvConfig, KvLayout, RingConfig};
 use mstar_core::spec::{AttentionSpec, DeviceChoice, DsaSpec, Fallback, Faults, ResourceKind, Spec};
 use mstar_kernels::Device;
 
@@ -112,7 +112,9 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
         None => (None, Vec::new()),
         Some(workload) => {
             let loaded = workload::locate(workload, &arguments.spec).and_then(|trace| {
-                let requests = workload::load(workload, spec.seed, trace.as_ref())?;
+                let mut requests = workload::load(workload, spec.seed, trace.as_ref())?;
+                let frame = spec.rings().next().map(|(_, ring)| ring.config.tokens_per_frame);
+                requests.iter_mut().for_each(|plan| plan.frame = frame);
                 Ok((trace, requests))
             });
             loaded.with_context(|| format!("{source}: workload"))?
@@ -146,6 +148,7 @@ fn serve(spec: &Spec, device: Device, source: &str) -> anyhow::Result<Vec<Served
         let geometry = match attention.kv_cache.as_ref().and_then(|cache| spec.resource(cache)) {
             Some(cache) => match &cache.kind {
                 ResourceKind::Kv(kv) => geometry(spec, &kv.config, heads.num_qo_heads),
+                ResourceKind::Ring(ring) => geometry(spec, &as_pages(&ring.config), heads.num_qo_heads),
                 _ => geometry(spec, &without_pages(spec), heads.num_qo_heads),
             },
             None => geometry(spec, &without_pages(spec), heads.num_qo_heads),
@@ -211,7 +214,19 @@ fn latents(kv: &KvConfig) -> bool {
     matches!(kv.layout, KvLayout::Mla { .. })
 }
 
-/// What an attention resource without a paged cache (a ring, or keys of its own) is asked about.
+/// Whether the options of attention over a ring hide later keys of a frame: none sees later frames.
+pub(crate) fn causal_in_frames(attention: &AttentionSpec) -> bool {
+    let mask = attention.options.get("mask_mod").and_then(|node| node.scalar());
+    mask.is_some_and(|scalar| matches!(scalar.text.as_str(), "causal" | "window"))
+}
+
+/// What an attention resource over a ring is asked about.
+fn as_pages(ring: &RingConfig) -> KvConfig {
+    let layout = KvLayout::Nhd { num_kv_heads: ring.num_kv_heads, head_dim: ring.head_dim };
+    KvConfig { num_layers: ring.layers.len(), ..KvConfig::new(layout, ring.dtype, 1, 1) }
+}
+
+/// What an attention resource without a cache (keys of its own) is asked about.
 fn without_pages(spec: &Spec) -> KvConfig {
     let model = &spec.model;
     let layout = match (model.head_dim, model.num_kv_heads, model.kv_lora_rank) {
@@ -268,15 +283,7 @@ impl Prepared {
 
     /// What the program's own part of a run does not do.
     fn undriven(&self) -> Vec<String> {
-        let mut why = Vec::new();
-        for resource in &self.spec.resources {
-            if let ResourceKind::Ring(_) = resource.kind {
-                why.push(format!(
-                    "{}: a resource of kind ring is not driven by run in this version",
-                    resource.name
-                ));
-            }
-        }
+        let mut why = self.misfits_of_rings();
         if let [_, second, ..] = self.sparse.as_slice() {
             why.push(format!("{}: a run drives one resource of kind dsa; remove the others", second.name));
         }
@@ -291,6 +298,74 @@ impl Prepared {
         }
         if self.spec.attentions().any(|(_, attention)| attention.query_from.is_some()) {
             why.push("cross-attention beside a cache of latents is not driven in this version".into());
+        }
+        why
+    }
+
+    /// What a ring does not go together with, and what attends it.
+    fn misfits_of_rings(&self) -> Vec<String> {
+        let mut why = Vec::new();
+        let rings: Vec<_> = self.spec.rings().collect();
+        for (name, attention) in self.spec.attentions() {
+            let over = attention.kv_cache.as_ref();
+            let ring = rings.iter().find(|(ring, _)| Some(*ring) == over);
+            let Some(served) = self.attentions.iter().find(|served| served.name == *name) else { continue };
+            match (ring, served.backend == "flex") {
+                (Some((ring, _)), false) => why.push(format!(
+                    "{name}: backend {} attends pages, and {ring} is a ring; say backend: flex",
+                    served.backend
+                )),
+                (None, true) => {
+                    why.push(format!("{name}: backend flex attends a ring; name one in kv_cache"))
+                }
+                _ => {}
+            }
+        }
+        let [(name, ring), rest @ ..] = rings.as_slice() else { return why };
+        if let Some((other, _)) = rest.first() {
+            why.push(format!("{other}: a run drives one ring, {name}; remove the others"));
+        }
+        if let Some((cache, _)) = self.spec.caches().next() {
+            why.push(format!("{cache}: a run drives a ring, {name}, or pages, not both; remove one"));
+        }
+        why.extend(self.workload_misfits(name, ring.config.tokens_per_frame));
+        why
+    }
+
+    /// What of the workload is no pass over whole frames of `frame` tokens.
+    fn workload_misfits(&self, ring: &ResourceName, frame: usize) -> Vec<String> {
+        let mut why = Vec::new();
+        let Some(synthetic) = self.spec.synthetic() else {
+            if self.spec.workload.is_some() {
+                why.push(format!("workload: a trace has no frames for {ring}; use kind synthetic"));
+            }
+            return why;
+        };
+        if synthetic.forks.is_some() {
+            why.push(format!("workload.forks: a world of {ring} has no streams; remove it"));
+        }
+        if synthetic.tree.is_some() {
+            why.push(format!("workload.tree: {ring} is passed in whole frames; remove it"));
+        }
+        match &synthetic.denoise {
+            None if synthetic.tree.is_none() => why.push(format!(
+                "workload.denoise is missing: {ring} is passed in whole frames; write denoise: {{ steps: 4, tokens: \
+                 {frame} }}"
+            )),
+            Some(denoise) if denoise.tokens != frame => why.push(format!(
+                "workload.denoise.tokens: {} tokens, and a frame of {ring} has {frame}; write {frame}",
+                denoise.tokens
+            )),
+            _ => {}
+        }
+        let ragged = self.requests.iter().find(|plan| !plan.prompt_len().is_multiple_of(frame));
+        if let Some(plan) = ragged {
+            let len = plan.prompt_len();
+            why.push(format!(
+                "workload.prompt_len: request {} begins with {len} tokens, and {ring} takes whole frames of {frame}; \
+                 write a multiple of {frame}",
+                plan.id
+            ));
         }
         why
     }

@@ -4,7 +4,7 @@
 //! `[ckv | kpe]`: whoever rebuilds them splits them alike.
 
 use mstar_core::attend::{AttnOut, Indexed, Query, StepShape};
-use mstar_core::kv::KvEntries;
+use mstar_core::kv::{KvEntries, RingConfig, RingGeometry};
 use mstar_core::spec::{DsaSpec, ResourceKind, Spec};
 use mstar_kernels::synth::{self, Exact, Kind};
 use mstar_kernels::{Buffer, DType, TensorMut, TensorRef};
@@ -49,10 +49,12 @@ impl IndexWidths {
 }
 
 impl Widths {
-    /// The widths of a run; `None` where the spec has no cache of heads or latents, or no workload.
+    /// The widths of a run; `None` where the spec has no cache of heads or latents and no ring, or no workload.
     pub(crate) fn of(spec: &Spec, requests: &[RequestPlan]) -> Option<Widths> {
-        let (_, kv) = spec.caches().next()?;
-        let entries = Entries::of(kv.config.layout)?;
+        let entries = match (spec.caches().next(), spec.rings().next()) {
+            (Some((_, kv)), _) => Entries::of(kv.config.layout)?,
+            (None, ring) => Entries::of_ring(&ring?.1.config),
+        };
         let heads = spec.model.rank_heads(spec.world_size).ok()?;
         let index = spec.resources.iter().find_map(|resource| match &resource.kind {
             ResourceKind::Dsa(DsaSpec { index, .. }) => {
@@ -61,7 +63,7 @@ impl Widths {
             _ => None,
         });
         Some(Widths {
-            // Buckets have one token a row, and all of them are warmed up.
+            // All buckets are warmed up.
             tokens: padded(spec, largest_step(spec, requests)?).tokens,
             num_qo_heads: heads.num_qo_heads,
             entries,
@@ -70,7 +72,7 @@ impl Widths {
         })
     }
 
-    /// Bytes of the attention's arrays: `q` `[T, H, D]` (or `[T, H, C + E]`), a token's entries, `o` `[T, H, D]` (or
+    /// Bytes of the attention's arrays: `q` `[T, H, D]` (or `[T, H, C + E]`), a token's entries, `o` `[T, H, Dv]` (or
     /// `[T, H, C]`), `lse` `[T, H]` f32.
     pub(crate) fn attended_bytes(&self) -> Option<usize> {
         let head = self.entries.query_width().checked_add(self.entries.out_width())?;
@@ -94,6 +96,9 @@ impl Widths {
 /// every active request on each of its streams.
 pub(crate) fn largest_step(spec: &Spec, requests: &[RequestPlan]) -> Option<StepShape> {
     let workload = spec.workload.as_ref()?;
+    if let Some((_, ring)) = spec.rings().next() {
+        return Some(largest_pass(&ring.config, workload.max_batch.min(requests.len().max(1))));
+    }
     let most = |of: &dyn Fn(&RequestPlan) -> usize| requests.iter().map(of).max().unwrap_or(0);
     let longest = spec.caches().map(|(_, kv)| kv.config.max_seq_len).max()?;
     let active = workload.max_batch.max(1).min(requests.len().max(1));
@@ -118,10 +123,25 @@ pub(crate) fn largest_step(spec: &Spec, requests: &[RequestPlan]) -> Option<Step
     })
 }
 
-/// `largest` with what pads it to a bucket: what a resource with buffers of a fixed shape holds from the first.
+/// The largest step over a ring: a frame of every request that may hold a world. `kv_len` is what a frame sees in
+/// the layer that shows it most.
+fn largest_pass(ring: &RingConfig, active: usize) -> StepShape {
+    let rows = active.clamp(1, ring.num_worlds);
+    let frame = ring.tokens_per_frame;
+    let seen = ring.layers.iter().map(RingGeometry::most_visible).max().unwrap_or(1);
+    StepShape { rows, tokens: rows.saturating_mul(frame), kv_len: seen.saturating_mul(frame) }
+}
+
+/// `largest` with what pads it to a bucket, of one token a row or of one frame: what a resource with buffers of a fixed
+/// shape holds from the first.
 pub(crate) fn padded(spec: &Spec, largest: StepShape) -> StepShape {
     let bucket = spec.graph.as_ref().and_then(|graph| graph.buckets.last().copied()).unwrap_or(0);
-    StepShape { rows: largest.rows.max(bucket), tokens: largest.tokens.max(bucket), ..largest }
+    let each = spec.rings().next().map_or(1, |(_, ring)| ring.config.tokens_per_frame);
+    StepShape {
+        rows: largest.rows.max(bucket),
+        tokens: largest.tokens.max(bucket.saturating_mul(each)),
+        ..largest
+    }
 }
 
 /// The memory.
@@ -163,7 +183,7 @@ pub(crate) enum Fresh {
 pub(crate) struct Views<'a> {
     /// `[T, H, D]`; or `[T, H, C]` and `[T, H, E]`, two parts of one array.
     pub(crate) q: Query<'a>,
-    /// `[T, G, D]` each; or `[T, C]` and `[T, E]`, two parts of one array.
+    /// `[T, G, D]` and `[T, G, Dv]`; or `[T, C]` and `[T, E]`, two parts of one array.
     pub(crate) entries: KvEntries<'a>,
     /// The indexer's, where the model has one.
     pub(crate) indexed: Option<Indexed<'a>>,
@@ -176,9 +196,9 @@ impl Buffers {
     pub(crate) fn new(widths: Widths) -> mstar_kernels::Result<Buffers> {
         let Widths { tokens: t, num_qo_heads: h, entries, dtype, .. } = widths;
         let fresh = match entries {
-            Entries::Heads { num_kv_heads, head_dim } => Held::Heads {
+            Entries::Heads { num_kv_heads, head_dim, head_dim_vo } => Held::Heads {
                 k: Buffer::for_tensor(dtype, &[t, num_kv_heads, head_dim])?,
-                v: Buffer::for_tensor(dtype, &[t, num_kv_heads, head_dim])?,
+                v: Buffer::for_tensor(dtype, &[t, num_kv_heads, head_dim_vo])?,
             },
             Entries::Latents { .. } => {
                 Held::Latents { latent: Buffer::for_tensor(dtype, &[t, entries.token_width()])? }
@@ -227,9 +247,9 @@ impl Buffers {
         match which {
             Fresh::Queries => draw(&mut self.q, Kind::Query, [num_qo_heads, entries.query_width()]),
             Fresh::Entries => match (&mut self.fresh, entries) {
-                (Held::Heads { k, v }, Entries::Heads { num_kv_heads, head_dim }) => {
+                (Held::Heads { k, v }, Entries::Heads { num_kv_heads, head_dim, head_dim_vo }) => {
                     draw(k, Kind::Key, [num_kv_heads, head_dim])?;
-                    draw(v, Kind::Value, [num_kv_heads, head_dim])
+                    draw(v, Kind::Value, [num_kv_heads, head_dim_vo])
                 }
                 (Held::Latents { latent }, _) => draw(latent, Kind::Latent, [1, entries.token_width()]),
                 (Held::Heads { .. }, _) => unreachable!("made for these entries"),
@@ -256,8 +276,8 @@ impl Buffers {
         let Widths { num_qo_heads: h, entries, dtype, .. } = self.widths;
         let q = self.q.tensor(0, dtype, &[tokens, h, entries.query_width()])?;
         let (q, fresh) = match (&self.fresh, entries) {
-            (Held::Heads { k, v }, Entries::Heads { num_kv_heads: g, head_dim: d }) => {
-                let (k, v) = (k.tensor(0, dtype, &[tokens, g, d])?, v.tensor(0, dtype, &[tokens, g, d])?);
+            (Held::Heads { k, v }, Entries::Heads { num_kv_heads: g, head_dim: d, head_dim_vo: dv }) => {
+                let (k, v) = (k.tensor(0, dtype, &[tokens, g, d])?, v.tensor(0, dtype, &[tokens, g, dv])?);
                 (Query::Heads(q), KvEntries::Nhd { k, v })
             }
             (Held::Latents { latent }, Entries::Latents { kv_lora_rank: c, qk_rope_head_dim: e }) => {
@@ -355,7 +375,7 @@ fn fill<T: Exact>(
 mod tests {
     use super::*;
 
-    const HEADS: Entries = Entries::Heads { num_kv_heads: 2, head_dim: 16 };
+    const HEADS: Entries = Entries::Heads { num_kv_heads: 2, head_dim: 16, head_dim_vo: 16 };
     const LATENTS: Entries = Entries::Latents { kv_lora_rank: 12, qk_rope_head_dim: 4 };
 
     fn generated(entries: Entries) -> (Buffers, Vec<u64>) {

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mstar_core::step::{AttentionStep, Combined, Declaration, Fork, KvStep, MaskKeys, RowMask};
+use mstar_core::step::{
+    AttentionStep, Combined, Declaration, Fork, KvStep, MaskKeys, RingSegment, RingStep, RowMask,
+};
 use mstar_core::{Label, ResourceName, Segment, Step};
 
 use super::scheduler::Work;
@@ -22,6 +24,8 @@ pub(crate) struct Parts {
     pub(crate) context: Option<ResourceName>,
     /// Attention resources over `kv`, which take draft masks.
     pub(crate) own: Vec<ResourceName>,
+    /// Tokens of a frame, where `kv` is a ring.
+    pub(crate) frame: Option<usize>,
 }
 
 /// The step of `works`; `content` gives each request's content.
@@ -31,6 +35,10 @@ pub(crate) fn step<'a>(
     content: impl Fn(usize) -> &'a Content,
     parts: &Parts,
 ) -> Step {
+    if let Some(frame) = parts.frame {
+        let ring = Declaration::Ring(passes(works, plans, frame));
+        return Step::new(walk(works)).with(parts.kv.clone(), ring);
+    }
     let commit = works.first().is_none_or(|work| work.turn.walk.commits());
     let mut kv = KvStep { commit, ..KvStep::default() };
     let mut context = KvStep { commit, ..KvStep::default() };
@@ -79,6 +87,22 @@ pub(crate) fn step<'a>(
     Step { walk: walk(works).to_owned(), resources }
 }
 
+/// The passes of `works` over a ring, a frame of `frame` tokens each.
+fn passes(works: &[Work], plans: &[RequestPlan], frame: usize) -> RingStep {
+    let mut segments = Vec::new();
+    for work in works {
+        let plan = &plans[work.request];
+        segments.extend(work.turn.additions.iter().map(|addition| RingSegment {
+            request: plan.id.clone(),
+            label: work.turn.label(plan, addition.stream),
+            span: addition.span,
+            frame_pos: (addition.start / frame) as u64,
+            commit: work.turn.walk.commits(),
+        }));
+    }
+    RingStep { segments }
+}
+
 /// The walk that all turns share, or `mixed`.
 pub(crate) fn walk(works: &[Work]) -> &'static str {
     let Some(first) = works.first() else { return "idle" };
@@ -121,7 +145,8 @@ mod tests {
 
     fn parts() -> Parts {
         let name = ResourceName::new;
-        Parts { kv: name("kv"), context: Some(name("encoder")), own: vec![name("attn")] }
+        let own = vec![name("attn")];
+        Parts { kv: name("kv"), context: Some(name("encoder")), own, frame: None }
     }
 
     fn plan(ordinal: u64) -> RequestPlan {

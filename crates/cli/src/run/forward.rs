@@ -5,13 +5,14 @@ use std::collections::HashMap;
 
 use anyhow::{Context, ensure};
 use mstar_core::attend::{IndexGeometry, SparseWork, Work as Least, write_kv};
-use mstar_core::kv::{KvPlan, PagedKv, PagedKvCache};
+use mstar_core::kv::{PagedKv, PagedKvCache};
 use mstar_core::{Forward, Label, PlanId, PlannedStep, RequestId};
 use mstar_kernels::reference::Real;
 use mstar_kernels::{DType, Element, Stream, TensorMut};
 use rayon::prelude::*;
 
 use super::buffers::{Buffers, Fresh, Written};
+use super::cache::PackedPlan;
 use super::content::mix;
 use super::declare::draft_mask;
 use super::digest::{self, Place};
@@ -94,8 +95,8 @@ pub(crate) fn run(
     }
     for label in model.kv.plan_labels(planned.serial())? {
         let id = PlanId { slot: planned.slot(), label, serial: planned.serial() };
-        let plan = model.kv.kv_plan(&id)?;
-        if plan.slots.is_empty() {
+        let plan = model.kv.packed(&id)?;
+        if plan.tokens == 0 {
             continue;
         }
         run_label(model, buffers, planned, &plan, works, scene, &mut outcome)?;
@@ -118,7 +119,7 @@ fn write_context(
         if plan.slots.iter().all(|&slot| slot < 0) {
             continue;
         }
-        let (packed, keys) = pack(&plan, works, scene)?;
+        let (packed, keys) = pack(&PackedPlan::of_pages(&plan), works, scene)?;
         ensure!(
             packed.iter().all(|row| row.work.turn.walk == Walk::Encode),
             "a context grew after it was written"
@@ -139,12 +140,12 @@ fn run_label(
     model: &Model,
     buffers: &mut Buffers,
     planned: &PlannedStep,
-    plan: &KvPlan,
+    plan: &PackedPlan,
     works: &[Work],
     scene: &Scene<'_>,
     outcome: &mut Outcome,
 ) -> anyhow::Result<()> {
-    let tokens = plan.slots.len();
+    let tokens = plan.tokens;
     ensure!(
         tokens <= buffers.tokens(),
         "a plan of {tokens} tokens is larger than the {} that were foreseen (a bug of mstar's)",
@@ -198,7 +199,7 @@ struct Picked {
 
 impl Picked {
     /// The picks that `room` attended in the layer of `forward`; `None` for a room without an indexer.
-    fn copy(room: &Room, forward: &Forward<'_>, plan: &KvPlan) -> anyhow::Result<Option<Picked>> {
+    fn copy(room: &Room, forward: &Forward<'_>, plan: &PackedPlan) -> anyhow::Result<Option<Picked>> {
         let layer = forward.layer();
         let Some(index) = room.indexer() else { return Ok(None) };
         // By the rule itself, and not by the function that the resource follows.
@@ -207,7 +208,7 @@ impl Picked {
         let Some(sparse) = room.selects(&plan.id)? else {
             return Ok(Some(Picked { layer: full, selection: None }));
         };
-        let shape = [plan.slots.len(), index.index_topk];
+        let shape = [plan.tokens, index.index_topk];
         let mut selection = vec![0i32; shape[0] * shape[1]];
         let selected = forward.last_selection().context("nothing was selected (a bug of mstar's)")?;
         ensure!(
@@ -229,7 +230,7 @@ impl Picked {
 
 /// The plan's rows with whose they are, and the content key of every token; padding has key 0.
 fn pack<'a>(
-    plan: &KvPlan,
+    plan: &PackedPlan,
     works: &'a [Work],
     scene: &Scene<'_>,
 ) -> anyhow::Result<(Vec<Packed<'a>>, Vec<u64>)> {
@@ -240,25 +241,25 @@ fn pack<'a>(
             whose.insert((&request.id, work.turn.label(request, addition.stream)), (work, addition));
         }
     }
-    let mut keys = vec![0u64; plan.slots.len()];
-    let mut packed = Vec::with_capacity(plan.real_rows);
-    for (index, row) in plan.rows[..plan.real_rows].iter().enumerate() {
+    let mut keys = vec![0u64; plan.tokens];
+    let mut packed = Vec::with_capacity(plan.rows.len());
+    for (index, row) in plan.rows.iter().enumerate() {
         let (work, addition) = whose.get(&(&row.request, row.label.clone())).copied().with_context(|| {
             format!("the plan has a row of {} ({}) that no turn made", row.request, row.label)
         })?;
         ensure!(
-            row.q_len == addition.span && row.kv_len == addition.start + addition.span,
-            "request {} ({}) is planned as {} of {} tokens, its turn is {} after {}",
+            row.tokens.len() == addition.span && row.start == addition.start,
+            "request {} ({}) is planned as {} tokens after {}, its turn is {} after {}",
             row.request,
             row.label,
-            row.q_len,
-            row.kv_len,
+            row.tokens.len(),
+            row.start,
             addition.span,
             addition.start
         );
         let request = &scene.plans[work.request];
         let (_, own) = scene.contents[&work.request].added(request, work.turn.walk, addition);
-        let tokens = plan.qo_indptr[index] as usize..plan.qo_indptr[index + 1] as usize;
+        let tokens = row.tokens.clone();
         keys[tokens.clone()].copy_from_slice(&own);
         let pass = match addition.written {
             What::Noise(pass) => pass + 1,
@@ -316,14 +317,14 @@ struct Seen<'a> {
 fn look(
     model: &Model,
     buffers: &Buffers,
-    plan: &KvPlan,
+    plan: &PackedPlan,
     packed: &[Packed<'_>],
     checked: &[Checked],
     scene: &Scene<'_>,
     seen: Seen<'_>,
     outcome: &mut Outcome,
 ) -> anyhow::Result<()> {
-    let written = buffers.written(plan.slots.len())?;
+    let written = buffers.written(plan.tokens)?;
     let hashes: Vec<u64> = scene.phases.timed("digest", Least::default(), || {
         packed.par_iter().map(|row| hash_row(row, &written, &seen)).collect()
     });
@@ -413,14 +414,14 @@ fn judge_typed<T: Real + Element>(
 
 /// Padded rows yield zeros and `-inf`, bit for bit.
 fn padding(
-    plan: &KvPlan,
+    plan: &PackedPlan,
     packed: &[Packed<'_>],
     written: &Written<'_>,
     scene: &Scene<'_>,
     seen: &Seen<'_>,
 ) -> Option<Verdict> {
     let first = packed.last().map_or(0, |row| row.tokens.end);
-    let wrong = (first..plan.slots.len()).find(|&t| {
+    let wrong = (first..plan.tokens).find(|&t| {
         written.token_bytes(t).iter().any(|&byte| byte != 0)
             || written.token_lse(t).iter().any(|&lse| lse != f32::NEG_INFINITY)
     })?;

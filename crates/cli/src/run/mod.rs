@@ -6,13 +6,14 @@
 //! | [`content`], [`script`] | what each token is; what a request does next |
 //! | [`scheduler`], [`need`], [`event`] | continuous batching over a virtual clock; what one request needs to its end; what happened |
 //! | [`model`], [`warm`], [`declare`], [`runtime`] | the engine of a spec; its buckets tried; steps for it; the scheduler's hands |
-//! | [`room`] | an attention resource, alone or under an indexer |
+//! | [`cache`], [`room`] | the requests' pages or ring; an attention resource, alone or under an indexer |
 //! | [`entries`], [`buffers`], [`forward`] | synthetic queries and cache entries; one forward, layer after layer |
 //! | [`verify`], [`digest`], [`replay`] | rows against the oracle; outputs as a hash; hits against the log |
 //! | [`phases`], [`memory`], [`limit`], [`report`], [`files`], [`paths`], [`plot`] | costs, and how they are told |
 
 mod args;
 pub(crate) mod buffers;
+mod cache;
 mod content;
 mod declare;
 mod digest;
@@ -48,6 +49,7 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use mstar_core::attend::SparseWork;
+use mstar_core::kv::RingKv;
 
 pub(crate) use self::args::Arguments;
 
@@ -134,13 +136,16 @@ fn drive(
     let largest = buffers::largest_step(spec, &prepared.requests);
     let model =
         Model::build(spec, prepared.device, &prepared.attentions, &prepared.sparse, largest, &phases)?;
-    let widths = Widths::of(spec, &prepared.requests).context("run needs a cache of heads or latents")?;
+    let widths =
+        Widths::of(spec, &prepared.requests).context("run needs a cache of heads or latents, or a ring")?;
     let mut buffers = Buffers::new(widths)?;
     warm::up(&model, &mut buffers)?;
     phases.clear();
     let mut live = Live::new(&model, &prepared.requests, buffers, spec.seed, args.verify, phases.clone());
+    // Who has no world waits for one: it enters when another request has left.
+    let worlds = model.kv.ring().map_or(usize::MAX, |ring| ring.config().num_worlds);
     let limits = Limits {
-        max_batch: workload.max_batch,
+        max_batch: workload.max_batch.min(worlds),
         chunked_prefill: workload.chunked_prefill,
         step_ms: workload.step_ms,
         preplan: workload.preplan,
@@ -209,7 +214,6 @@ fn tell(
         steps, promoted, replanned, finished, refused, offloads, reloads, restarts, put_off, ..
     } = scheduler.counts();
     let Measured { elapsed_s, computed, stopped_early, interrupted, roof, memory } = *measured;
-    let stats = model.kv.store().stats();
     let events = scheduler.events().to_vec();
     let prompt = events.iter().map(|event| match event {
         Event::Admit { prompt_tokens, .. } => *prompt_tokens,
@@ -221,10 +225,8 @@ fn tell(
         }
         _ => None,
     });
-    let replayed = model
-        .config()
-        .prefix_cache
-        .then(|| replay::replay(&prepared.requests, &events, model.config().page_size));
+    let indexed = model.config().filter(|config| config.prefix_cache);
+    let replayed = indexed.map(|config| replay::replay(&prepared.requests, &events, config.page_size));
     let verified = live.verified();
     Report {
         schema: report::SCHEMA,
@@ -281,17 +283,21 @@ fn tell(
             allocated_peak: memory.allocated as u64,
             resident_peak: memory.resident.map(|bytes| bytes as u64),
         },
-        cache: report::Cache {
-            page_size: model.config().page_size,
-            pages: stats.pages_total,
-            evictions: stats.evictions,
-            offloads,
-            reloads,
-            restarts,
-            put_off,
-            copies: stats.copies,
-            repointed: stats.repointed,
-        },
+        cache: model.kv.pages().map(|pages| {
+            let stats = pages.store().stats();
+            report::Cache {
+                page_size: pages.store().config().page_size,
+                pages: stats.pages_total,
+                evictions: stats.evictions,
+                offloads,
+                reloads,
+                restarts,
+                put_off,
+                copies: stats.copies,
+                repointed: stats.repointed,
+            }
+        }),
+        ring: live.worlds(),
         verify: report::Verify {
             rate: args.verify,
             rows: verified.rows,

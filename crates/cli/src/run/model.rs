@@ -4,28 +4,29 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail, ensure};
 use mstar_core::attend::{AttnGeometry, BuildContext, SparseAttention, StepShape};
-use mstar_core::graph::Buckets;
-use mstar_core::kv::{KvConfig, PagedKv, PagedKvCache};
-use mstar_core::resource::EngineOptions;
+use mstar_core::graph::{Bucket, Buckets};
+use mstar_core::kv::{KvConfig, PagedKv, PagedKvCache, RingCache, RingKv};
+use mstar_core::resource::{EngineOptions, PaddedShape};
 use mstar_core::spec::{ResourceKind, Spec};
 use mstar_core::{Engine, Resource, ResourceName};
 use mstar_kernels::{DType, Device};
 
 use super::buffers::padded;
+use super::cache::OwnCache;
 use super::declare::Parts;
 use super::entries::Entries;
 use super::phases::Phases;
 use super::room::{Attends, Room};
 use super::script::Walk;
-use super::verify::Shape;
-use crate::explain::{Served, ServedSparse, causal};
+use super::verify::{Frames, Shape};
+use crate::explain::{Served, ServedSparse, causal, causal_in_frames};
 
 /// A model's attention state and work.
 pub(crate) struct Model {
     /// Everything in order.
     pub(crate) engine: Engine,
     /// The cache of the requests' own streams.
-    pub(crate) kv: Arc<PagedKvCache>,
+    pub(crate) kv: OwnCache,
     /// The cache of encoders' contexts.
     pub(crate) context: Option<Arc<PagedKvCache>>,
     /// Attention over `kv`.
@@ -57,6 +58,7 @@ impl Model {
         let preplan = spec.workload.as_ref().is_some_and(|workload| workload.preplan);
         let slots = spec.graph.as_ref().map_or(1, |graph| graph.slots).max(if preplan { 2 } else { 1 });
         let mut caches: Vec<(ResourceName, Arc<PagedKvCache>)> = Vec::new();
+        let mut rings: Vec<(ResourceName, Arc<RingCache>)> = Vec::new();
         let mut resources: Vec<Arc<dyn Resource>> = Vec::new();
         let (mut own, mut cross) = (Vec::new(), Vec::new());
         let (mut main, mut context): (Option<ResourceName>, Option<ResourceName>) = (None, None);
@@ -73,7 +75,7 @@ impl Model {
                 geometry: geometry.clone(),
                 device,
                 kv_cache: find(&caches, kv_cache),
-                ring: None,
+                ring: ring_of(&rings, kv_cache).map(|ring| ring as Arc<dyn RingKv>),
                 query_from: find(&caches, query_from),
                 slots,
                 largest,
@@ -89,6 +91,13 @@ impl Model {
                     resources.push(cache.clone());
                     caches.push((name.clone(), cache));
                 }
+                ResourceKind::Ring(ring) => {
+                    let made = RingCache::new(name.clone(), ring.config.clone())
+                        .with_context(|| format!("resources.{name}"))?;
+                    let ring = Arc::new(made);
+                    resources.push(ring.clone());
+                    rings.push((name.clone(), ring));
+                }
                 ResourceKind::Attention(attention) => {
                     let served = served
                         .iter()
@@ -101,10 +110,19 @@ impl Model {
                     let is_cross = attention.query_from.is_some();
                     let part = if is_cross { &mut context } else { &mut main };
                     claim(part, attention.kv_cache.as_ref(), name)?;
+                    let shape = match ring_of(&rings, kv_cache) {
+                        Some(ring) => {
+                            let shape = shape(&served.geometry, causal_in_frames(attention))?;
+                            let (entries, frames) =
+                                (Entries::of_ring(ring.config()), Frames::of(ring.config()));
+                            Shape { entries, frames: Some(frames), ..shape }
+                        }
+                        None => shape(&served.geometry, !is_cross && causal(attention))?,
+                    };
                     let room = Room {
                         name: name.clone(),
                         attends: Attends::Dense(built),
-                        shape: shape(&served.geometry, !is_cross && causal(attention))?,
+                        shape,
                         index: own.len() + cross.len(),
                         backend: served.backend.to_owned(),
                     };
@@ -140,17 +158,22 @@ impl Model {
         };
         let cache =
             |name: &ResourceName| caches.iter().find(|(other, _)| other == name).map(|(_, c)| c.clone());
-        let kv = cache(&main).with_context(|| format!("resources.{main} is no cache"))?;
-        kv.store().record_events(true);
-        let buckets = match &spec.graph {
-            Some(graph) => Buckets::decode(Walk::Decode.name(), &graph.buckets),
-            None => Buckets::default(),
+        let kv = match (cache(&main), ring_of(&rings, Some(&main))) {
+            (Some(pages), _) => OwnCache::Pages(pages),
+            (None, Some(ring)) => OwnCache::Ring(ring),
+            (None, None) => bail!("resources.{main} is no cache"),
         };
+        if let Some(pages) = kv.pages() {
+            pages.store().record_events(true);
+        }
+        let frame = kv.ring().map(|ring| ring.config().tokens_per_frame);
+        let buckets =
+            spec.graph.as_ref().map_or_else(Buckets::default, |graph| buckets(&graph.buckets, frame));
         let options =
             EngineOptions { slots, preplan, observer: Some(phases.clone()), ..EngineOptions::default() };
         let engine = Engine::with_options(resources, options)?;
         engine.build_accelerator_graph_buffers(buckets.iter())?;
-        let parts = Parts { kv: main, own: masked, context: context.clone() };
+        let parts = Parts { kv: main, own: masked, context: context.clone(), frame };
         Ok(Model {
             engine,
             kv,
@@ -165,15 +188,32 @@ impl Model {
         })
     }
 
-    /// Geometry of the requests' own cache.
-    pub(crate) fn config(&self) -> &KvConfig {
-        self.kv.store().config()
+    /// Geometry of the requests' own cache, where that has pages.
+    pub(crate) fn config(&self) -> Option<&KvConfig> {
+        Some(self.kv.pages()?.store().config())
     }
 
     /// All attention resources, in the order of their indices.
     pub(crate) fn rooms(&self) -> impl Iterator<Item = &Room> {
         self.own.iter().chain(&self.cross)
     }
+}
+
+/// The ring called `name`.
+fn ring_of(rings: &[(ResourceName, Arc<RingCache>)], name: Option<&ResourceName>) -> Option<Arc<RingCache>> {
+    rings.iter().find(|(other, _)| Some(other) == name).map(|(_, ring)| ring.clone())
+}
+
+/// Buckets of `rows`: of a token each, for decode; over a ring of a frame each, for passes that keep it and that do not.
+fn buckets(rows: &[usize], frame: Option<usize>) -> Buckets {
+    let Some(frame) = frame else { return Buckets::decode(Walk::Decode.name(), rows) };
+    let of = |walk: Walk| {
+        rows.iter().map(move |&rows| {
+            let shape = PaddedShape { rows, tokens: rows.saturating_mul(frame) };
+            Bucket { walk: walk.name().to_owned(), shape }
+        })
+    };
+    Buckets::new(of(Walk::Denoise).chain(of(Walk::Decode)))
 }
 
 /// Notes that `part` of the model lives in `cache`, which everybody of that part must agree on.
@@ -238,5 +278,6 @@ fn shape(geometry: &AttnGeometry, causal: bool) -> anyhow::Result<Shape> {
         logits_soft_cap: softmax.logits_soft_cap.map_or(0.0, f64::from),
         sinks: softmax.sinks.as_ref().map(|sinks| sinks.to_vec()),
         alibi_slopes: softmax.alibi_slopes.as_ref().map(|slopes| slopes.to_vec()),
+        frames: None,
     })
 }

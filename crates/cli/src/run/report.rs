@@ -36,7 +36,10 @@ pub(crate) struct Report {
     /// With an indexer.
     pub(crate) sparse: Option<Sparse>,
     pub(crate) memory: MemoryReport,
-    pub(crate) cache: Cache,
+    /// Over pages.
+    pub(crate) cache: Option<Cache>,
+    /// Over a ring.
+    pub(crate) ring: Option<Ring>,
     pub(crate) verify: Verify,
     pub(crate) prefix_model: Option<PrefixModel>,
     pub(crate) digest: String,
@@ -152,6 +155,19 @@ pub(crate) struct Cache {
     pub(crate) put_off: usize,
     pub(crate) copies: u64,
     pub(crate) repointed: u64,
+}
+
+/// What became of a ring's worlds.
+#[derive(Debug, Serialize)]
+pub(crate) struct Ring {
+    pub(crate) worlds: usize,
+    pub(crate) tokens_per_frame: usize,
+    /// Frames that were kept, over all requests.
+    pub(crate) frames: u64,
+    /// The most of one request.
+    pub(crate) most_frames: u64,
+    /// How often that request overwrote every frame of the layers whose frames stay longest.
+    pub(crate) wraps: u64,
 }
 
 /// What `--verify` found.
@@ -314,21 +330,37 @@ impl Report {
                 percent(self.tokens.prefix_hits, self.tokens.prompt)
             ),
         ));
-        let Cache { evictions, offloads, reloads, restarts, put_off, copies, .. } = self.cache;
-        lines.push((
-            "pages",
-            format!(
-                "{} of {} tokens; {} evictions, {} copies on write, {} offloads, {} reloads, {} restarts, {} cuts put off",
-                number(self.cache.pages),
-                self.cache.page_size,
-                count(evictions),
-                count(copies),
-                number(offloads),
-                number(reloads),
-                number(restarts),
-                number(put_off)
-            ),
-        ));
+        if let Some(Cache {
+            page_size, pages, evictions, offloads, reloads, restarts, put_off, copies, ..
+        }) = &self.cache
+        {
+            lines.push((
+                "pages",
+                format!(
+                    "{} of {page_size} tokens; {} evictions, {} copies on write, {} offloads, {} reloads, {} restarts, \
+                     {} cuts put off",
+                    number(*pages),
+                    count(*evictions),
+                    count(*copies),
+                    number(*offloads),
+                    number(*reloads),
+                    number(*restarts),
+                    number(*put_off)
+                ),
+            ));
+        }
+        if let Some(Ring { worlds, tokens_per_frame, frames, most_frames, wraps }) = &self.ring {
+            lines.push((
+                "worlds",
+                format!(
+                    "{} with frames of {tokens_per_frame} tokens; {} frames kept, at most {} of one request, whose ring \
+                     was overwritten {wraps} times whole",
+                    number(*worlds),
+                    count(*frames),
+                    count(*most_frames)
+                ),
+            ));
+        }
         if self.steps.planned_ahead + self.steps.replanned + self.steps.padded > 0 {
             lines.push((
                 "plans",
@@ -485,7 +517,7 @@ pub(super) mod tests {
                 allocated_peak: 1 << 30,
                 resident_peak: Some(1 << 31),
             },
-            cache: Cache {
+            cache: Some(Cache {
                 page_size: 16,
                 pages: 100_000,
                 evictions: 99_999,
@@ -495,7 +527,14 @@ pub(super) mod tests {
                 put_off: 777,
                 copies: 12_345,
                 repointed: 3,
-            },
+            }),
+            ring: Some(Ring {
+                worlds: 1000,
+                tokens_per_frame: 65_536,
+                frames: 123_456,
+                most_frames: 99_999,
+                wraps: 99_999,
+            }),
             verify: Verify {
                 rate: 0.05,
                 rows: 1234,

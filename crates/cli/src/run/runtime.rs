@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use mstar_core::attend::{SparseWork, Work as Least};
-use mstar_core::kv::{KvEvent, PagedKvCache};
+use mstar_core::kv::{KvEvent, PagedKvCache, RingKv};
 use mstar_core::{
     Admission, Ingest, Label, Outcome, PlannedStep, PreplannedStep, Refusal, RequestId, Resource,
     ResourceName,
@@ -20,6 +20,7 @@ use super::memory::Memory;
 use super::model::Model;
 use super::need::Need;
 use super::phases::Phases;
+use super::report;
 use super::scheduler::{Runtime, Work};
 use super::script::{CONTEXT, Content};
 use super::workload::RequestPlan;
@@ -80,6 +81,8 @@ pub(crate) struct Live<'a> {
     last: StepCost,
     kernels: std::collections::BTreeMap<String, u64>,
     pairs: SparseWork,
+    /// Frames that were kept, and the most of one request.
+    frames: [u64; 2],
     memory: Memory,
 }
 
@@ -114,6 +117,7 @@ impl<'a> Live<'a> {
             last: StepCost::default(),
             kernels: std::collections::BTreeMap::new(),
             pairs: SparseWork::default(),
+            frames: [0; 2],
             memory,
         }
     }
@@ -148,6 +152,30 @@ impl<'a> Live<'a> {
         self.pairs
     }
 
+    /// What became of a ring's worlds, where the model has one.
+    pub(crate) fn worlds(&self) -> Option<report::Ring> {
+        let config = self.model.kv.ring()?.config();
+        let [frames, most_frames] = self.frames;
+        let around = config.layers.iter().map(|layer| layer.ring_buckets * layer.pinned_dilation);
+        let around = around.max().unwrap_or(1) as u64;
+        Some(report::Ring {
+            worlds: config.num_worlds,
+            tokens_per_frame: config.tokens_per_frame,
+            frames,
+            most_frames,
+            wraps: (most_frames / around).saturating_sub(1),
+        })
+    }
+
+    fn note_frames(&mut self, works: &[Work]) {
+        let Some(frame) = self.model.parts.frame else { return };
+        for work in works.iter().filter(|work| work.turn.walk.commits()) {
+            let ends = work.turn.additions.iter().map(|addition| (addition.start + addition.span) / frame);
+            self.frames[0] += 1;
+            self.frames[1] = self.frames[1].max(ends.max().unwrap_or(0) as u64);
+        }
+    }
+
     /// Memory so far.
     pub(crate) fn memory(&mut self) -> Memory {
         self.memory.look();
@@ -155,16 +183,20 @@ impl<'a> Live<'a> {
     }
 
     fn caches(&self) -> impl Iterator<Item = (usize, &Arc<PagedKvCache>)> {
-        [Some(&self.model.kv), self.model.context.as_ref()].into_iter().flatten().enumerate()
+        [self.model.kv.pages(), self.model.context.as_ref()].into_iter().flatten().enumerate()
     }
 
-    /// What `plan` needs of each cache, and under which label.
+    /// What `plan` needs of each cache of pages, and under which label. Of a ring it needs one world.
     fn needs(&self, plan: &RequestPlan, chunked_prefill: usize) -> Vec<(&Arc<PagedKvCache>, Label, Need)> {
-        let own = Need::of(plan, self.model.config(), chunked_prefill);
+        let own = self
+            .model
+            .kv
+            .pages()
+            .map(|cache| (cache, Label::main(), Need::of(plan, cache.store().config(), chunked_prefill)));
         let context = self.model.context.as_ref().map(|cache| {
             (cache, Label::new(CONTEXT), Need::of_context(plan.context_len, cache.store().config()))
         });
-        std::iter::once((&self.model.kv, Label::main(), own)).chain(context).collect()
+        own.into_iter().chain(context).collect()
     }
 
     fn id(&self, request: usize) -> &'a RequestId {
@@ -227,7 +259,10 @@ impl Runtime for Live<'_> {
         let prompt = &content.streams[0].tokens[..plan.prompt_len()];
         let ingest = Ingest { prompts: vec![(Label::main(), prompt.into())], ..Ingest::new(plan.id.clone()) };
         self.model.engine.ingest(&ingest)?;
-        let hits = self.model.kv.store().ingest_report(&plan.id)?;
+        let hits = match self.model.kv.pages() {
+            Some(pages) => pages.store().ingest_report(&plan.id)?,
+            None => Vec::new(),
+        };
         self.contents.insert(request, content);
         self.digests.insert(request, 0);
         Ok(hits.iter().find(|(label, _)| *label == Label::main()).map_or(0, |(_, tokens)| *tokens))
@@ -299,6 +334,7 @@ impl Runtime for Live<'_> {
         let outcome = forward::run(self.model, &mut self.buffers, &planned, works, &scene)?;
         self.model.engine.commit(planned)?;
         self.note(outcome);
+        self.note_frames(works);
         self.steps += 1;
         if self.steps.is_multiple_of(LOOK_EVERY) {
             self.memory.look();
@@ -368,12 +404,13 @@ impl Runtime for Live<'_> {
     }
 
     fn page_size(&self) -> usize {
-        self.model.config().page_size
+        self.model.config().map_or(1, |config| config.page_size)
     }
 
     fn drain_events(&mut self) -> Vec<Event> {
-        let events = self.model.kv.store().drain_events().into_iter();
-        let kept = events.filter_map(|event| match event {
+        let pages = self.model.kv.pages();
+        let events = pages.map(|pages| pages.store().drain_events()).unwrap_or_default();
+        let kept = events.into_iter().filter_map(|event| match event {
             KvEvent::Indexed { entry, request, label, ordinal } => {
                 Some(Event::Index { step: 0, entry, request, label, ordinal })
             }

@@ -1,7 +1,8 @@
 //! What a request does next: its life as a sequence of turns, a pure function of its plan and of how far it is.
 //!
 //! A prompt is cut at multiples of `chunked_prefill` from its start, so a cut's shape depends on the request
-//! alone, never on its neighbours. After the prompt come output turns on every generating stream.
+//! alone, never on its neighbours. Over a ring a cut is a frame. After the prompt come output turns on every
+//! generating stream.
 
 use mstar_core::Label;
 use mstar_kernels::mutant;
@@ -124,7 +125,7 @@ impl Progress {
             return one(Walk::Encode, whole);
         }
         if self.prompt < prompt_len {
-            let chunk = chunked_prefill.max(1);
+            let chunk = plan.frame.unwrap_or(chunked_prefill).max(1);
             let end = ((self.prompt / chunk + 1).saturating_mul(chunk)).min(prompt_len);
             let cut =
                 Addition { stream: 0, start: self.prompt, span: end - self.prompt, written: Written::Kept };

@@ -259,9 +259,9 @@ fn ran_with(
     let mut scheduler = Scheduler::new(&requests, limits);
     while let Tick::Ran(_) = scheduler.tick(&mut live).unwrap() {
         assert!(scheduler.counts().steps < 5000, "no end");
-        model.kv.store().check().unwrap();
+        model.kv.pages().unwrap().store().check().unwrap();
     }
-    let stats = model.kv.store().stats();
+    let stats = model.kv.pages().unwrap().store().stats();
     assert_eq!((stats.pages_held, stats.requests), (0, 0), "everybody left");
     model.engine.post_warmup_validate().unwrap();
     let refusals = scheduler.events().iter().filter_map(|event| match event {
@@ -275,8 +275,8 @@ fn ran_with(
         pairs: live.pairs(),
         kernels: live.kernels().keys().cloned().collect(),
         padded: live.padded_steps(),
-        replayed: if model.config().prefix_cache {
-            replay::replay(&requests, scheduler.events(), model.config().page_size)
+        replayed: if let Some(config) = model.config().filter(|config| config.prefix_cache) {
+            replay::replay(&requests, scheduler.events(), config.page_size)
         } else {
             Replayed::default()
         },

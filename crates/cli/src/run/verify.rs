@@ -13,6 +13,7 @@
 //! may be rounded to a 16-bit input type too ([`PROBABILITY_ROUNDING`]); f32 passes below 1e-6. `lse` passes below
 //! 1e-6. A NaN fails.
 
+mod frames;
 mod heads;
 mod latents;
 mod picks;
@@ -22,6 +23,7 @@ use mstar_core::{Label, RequestId, ResourceName};
 use mstar_kernels::DType;
 use mstar_kernels::reference::{Attended, Real};
 
+pub(crate) use self::frames::Frames;
 pub(crate) use self::picks::Pick;
 
 use super::content::{mix, unit};
@@ -53,6 +55,8 @@ pub(crate) struct Shape {
     pub(crate) sinks: Option<Vec<f32>>,
     /// `[H]` slopes.
     pub(crate) alibi_slopes: Option<Vec<f32>>,
+    /// Which frames of a ring are seen; `None` over pages, where all that is stored is.
+    pub(crate) frames: Option<Frames>,
 }
 
 /// One row of one step, and where its result lies.
@@ -133,7 +137,8 @@ impl Sample {
         kv_len: usize,
         salt: u64,
     ) -> Sample {
-        let attended = index.map_or(kv_len, |index| kv_len.min(index.index_topk)).max(1);
+        let seen = shape.frames.as_ref().map_or(kv_len, |frames| frames.most_seen(kv_len));
+        let attended = index.map_or(seen, |index| seen.min(index.index_topk)).max(1);
         let lanes = shape.entries.query_width() + shape.entries.out_width();
         let per_query = attended.saturating_mul(lanes);
         let fits = |layers: usize, heads: usize, queries: usize| {
@@ -254,11 +259,15 @@ pub(crate) fn check<T: Real>(
     lse: &[f32],
 ) -> Verdict {
     let mut judged = Judged { dtype, norms: Norms::default(), vectors: 0, picks: 0 };
-    let done = match row.shape.entries {
-        Entries::Heads { num_kv_heads, head_dim } => {
+    let done = match (row.shape.entries, &row.shape.frames) {
+        (Entries::Heads { num_kv_heads, head_dim, head_dim_vo }, Some(frames)) => {
+            let widths = [num_kv_heads, head_dim, head_dim_vo];
+            frames::judge(row, frames, widths, sample, seed, layers, o, lse, &mut judged)
+        }
+        (Entries::Heads { num_kv_heads, head_dim, .. }, None) => {
             heads::judge(row, [num_kv_heads, head_dim], sample, seed, layers, o, lse, &mut judged)
         }
-        Entries::Latents { kv_lora_rank, qk_rope_head_dim } => {
+        (Entries::Latents { kv_lora_rank, qk_rope_head_dim }, _) => {
             let widths = [kv_lora_rank, qk_rope_head_dim];
             latents::judge(row, widths, sample, seed, layers, o, lse, &mut judged)
         }

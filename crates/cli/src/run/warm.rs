@@ -4,8 +4,7 @@
 
 use anyhow::Context;
 use mstar_core::graph::{Bucket, warm_up};
-use mstar_core::kv::PagedKv;
-use mstar_core::step::{Declaration, KvStep};
+use mstar_core::step::{Declaration, KvStep, RingSegment, RingStep};
 use mstar_core::{Label, PlanId, PlannedStep, RequestId, Segment, Step};
 use mstar_kernels::Stream;
 
@@ -24,6 +23,18 @@ pub(crate) fn up(model: &Model, buffers: &mut Buffers) -> anyhow::Result<()> {
 }
 
 fn declared(model: &Model, bucket: &Bucket, rows: &[(RequestId, usize)]) -> Step {
+    if let Some(frame) = model.parts.frame {
+        // A pass is a whole frame, be its world nobody's.
+        let pass = |(request, _): &(RequestId, usize)| RingSegment {
+            request: request.clone(),
+            label: Label::main(),
+            span: frame,
+            frame_pos: 0,
+            commit: false,
+        };
+        let ring = RingStep { segments: rows.iter().map(pass).collect() };
+        return Step::new(bucket.walk.as_str()).with(model.parts.kv.clone(), Declaration::Ring(ring));
+    }
     let segments = |label: &Label, spans: bool| -> Vec<Segment> {
         let segment = |(request, span): &(RequestId, usize)| Segment {
             request: request.clone(),
@@ -49,7 +60,7 @@ fn run(model: &Model, buffers: &mut Buffers, planned: &PlannedStep) -> mstar_cor
     let stream = Stream::cpu();
     for label in model.kv.plan_labels(planned.serial())? {
         let id = PlanId { slot: planned.slot(), label: label.clone(), serial: planned.serial() };
-        let tokens = model.kv.kv_plan(&id)?.slots.len();
+        let tokens = model.kv.packed(&id)?.tokens;
         let mut forward = planned.forward(label, &stream);
         for layer in 0..model.layers {
             forward.set_layer(layer);

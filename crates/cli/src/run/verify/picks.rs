@@ -284,6 +284,7 @@ mod tests {
             logits_soft_cap: 0.0,
             sinks: None,
             alibi_slopes: None,
+            frames: None,
         };
         let pick = Pick { index, layer: 0, selection: Some(picked) };
         let row = Row {

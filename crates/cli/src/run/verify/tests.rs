@@ -8,13 +8,14 @@ use crate::run::content::{Run, Source, StreamContent};
 fn shape() -> Shape {
     Shape {
         num_qo_heads: 4,
-        entries: Entries::Heads { num_kv_heads: 2, head_dim: 16 },
+        entries: Entries::Heads { num_kv_heads: 2, head_dim: 16, head_dim_vo: 16 },
         sm_scale: 0.25,
         causal: true,
         window_left: -1,
         logits_soft_cap: 0.0,
         sinks: None,
         alibi_slopes: None,
+        frames: None,
     }
 }
 
@@ -26,7 +27,7 @@ fn attend(
     layer: usize,
     keep: impl Fn(usize, usize) -> bool,
 ) -> (Vec<f32>, Vec<f32>) {
-    let Entries::Heads { num_kv_heads, head_dim: dv } = shape.entries else { panic!("heads") };
+    let Entries::Heads { num_kv_heads, head_dim: dv, .. } = shape.entries else { panic!("heads") };
     let h = shape.num_qo_heads;
     let lanes = |kind, key, head, width| {
         let mut out = vec![0f32; width];
@@ -176,8 +177,11 @@ fn lse_in_base_two_fails() {
 
 #[test]
 fn samples_stay_in_budget_and_keep_both_ends() {
-    let shape =
-        Shape { num_qo_heads: 32, entries: Entries::Heads { num_kv_heads: 8, head_dim: 128 }, ..shape() };
+    let shape = Shape {
+        num_qo_heads: 32,
+        entries: Entries::Heads { num_kv_heads: 8, head_dim: 128, head_dim_vo: 128 },
+        ..shape()
+    };
     let sample = Sample::of(&shape, None, 32, 2048, 100_000, 7);
     assert_eq!((sample.queries.first(), sample.queries.last()), (Some(&0), Some(&2047)));
     assert!(!sample.layers.is_empty() && !sample.heads.is_empty());

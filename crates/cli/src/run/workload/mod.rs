@@ -65,6 +65,8 @@ pub(crate) struct RequestPlan {
     pub(crate) combined: bool,
     /// Tokens of the encoder context that it attends, 0 for none.
     pub(crate) context_len: usize,
+    /// Tokens of a frame, over a ring: prompts are cut there, whatever `chunked_prefill` says.
+    pub(crate) frame: Option<usize>,
 }
 
 impl RequestPlan {
@@ -80,6 +82,7 @@ impl RequestPlan {
             forks: Vec::new(),
             combined: false,
             context_len: 0,
+            frame: None,
         }
     }
 
