@@ -438,6 +438,7 @@ impl Engine {
     }
 
     fn plan_held(&self, held: &Held) -> Result<()> {
+        mstar_kernels::cpu::probe();
         for resource in &self.shared.resources {
             self.shared.timed(Phase::Plan, &**resource, || resource.plan(&held.cx, &held.step))?;
         }

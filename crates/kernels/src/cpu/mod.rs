@@ -34,3 +34,9 @@ pub(crate) mod tokens;
 pub(crate) mod workers;
 
 pub use isa::Isa;
+
+/// Asks which instructions the machine has and how many threads the caller's pool: the first such question of a process
+/// reads the environment and starts threads. Plans ask it, so that no run allocates.
+pub fn probe() {
+    let _asked = (Isa::current(), rayon::current_num_threads());
+}

@@ -5,7 +5,6 @@
 
 use std::ops::Range;
 
-use crate::cpu::Isa;
 use crate::mutant::planted;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, WorkList};
 use crate::{Error, Result};
@@ -119,8 +118,7 @@ pub(crate) fn padding(stored: Stored, geometry: &Geometry, from: usize, to: usiz
 impl WorkList {
     /// Forgets the batch, not the memory, and begins another.
     pub(crate) fn start(&mut self, stored: Stored, geometry: &Geometry, variant: &Variant, tokens: usize) {
-        // The first question of a process reads the environment; a plan pays for it, so that no run does.
-        let _probed = Isa::current();
+        crate::cpu::probe();
         self.rows.clear();
         self.items.clear();
         self.members.clear();
