@@ -210,7 +210,9 @@ impl Batch {
         Output { o, lse }
     }
 
+    /// What the f64 loops make of it.
     pub(super) fn oracle<Q: Number, K: Number>(&self) -> Attended {
+        let Variant { window_left, logits_soft_cap, .. } = self.variant;
         let cu = |count: &dyn Fn(&Row) -> usize| {
             let mut at = 0;
             let ends = self.rows.iter().map(|row| {
@@ -220,10 +222,38 @@ impl Batch {
             std::iter::once(0).chain(ends).collect::<Vec<i32>>()
         };
         let (cu_q, cu_k) = (cu(&|row| row.q), cu(&|row| row.prefix + row.fresh));
+        let (q, k, v) =
+            (self.queries::<Q>(), self.all::<K>(2, self.shape.d), self.all::<K>(3, self.shape.dv));
+        if window_left.is_some() || logits_soft_cap.is_some() {
+            // The loops over packed keys know neither; those over pages do, here of one key each.
+            let ids: Vec<i32> = (0..cu_k[cu_k.len() - 1]).collect();
+            let last: Vec<i32> = cu_k.windows(2).map(|pair| i32::from(pair[0] < pair[1])).collect();
+            return reference::paged(&reference::paged::Paged {
+                q: &q,
+                cache: reference::paged::Cache::Split { k: &k, v: &v },
+                qo_indptr: &cu_q,
+                kv_indptr: &cu_k,
+                kv_indices: &ids,
+                kv_last_page_len: &last,
+                num_qo_heads: self.shape.h,
+                num_kv_heads: self.shape.g,
+                head_dim_qk: self.shape.d,
+                head_dim_vo: self.shape.dv,
+                page_size: 1,
+                sm_scale: self.variant.sm_scale.into(),
+                causal: self.variant.causal,
+                options: reference::paged::Options {
+                    window_left: window_left.map_or(-1, |left| left as i64),
+                    logits_soft_cap: logits_soft_cap.map_or(0.0, f64::from),
+                    ..Default::default()
+                },
+            })
+            .unwrap();
+        }
         reference::dense(&reference::dense::Dense {
-            q: &self.queries::<Q>(),
-            k: &self.all::<K>(2, self.shape.d),
-            v: &self.all::<K>(3, self.shape.dv),
+            q: &q,
+            k: &k,
+            v: &v,
             cu_q: &cu_q,
             cu_k: &cu_k,
             num_qo_heads: self.shape.h,

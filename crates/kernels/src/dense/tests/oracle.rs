@@ -47,6 +47,45 @@ fn ragged_rows_with_and_without_prefixes_agree_in_every_dtype() {
     }
 }
 
+/// Every window and cap over every kind of row and prefix, causal and not.
+#[test]
+fn windows_and_caps_agree_over_ragged_rows_in_every_dtype() {
+    let shape = Shape { h: 4, g: 2, d: 24, dv: 16, s: 5 };
+    // None, the query alone, within a key tile, across segments and tiles, longer than any row.
+    for (i, window_left) in [None, Some(0), Some(3), Some(70), Some(128), Some(5000)].into_iter().enumerate()
+    {
+        for (j, logits_soft_cap) in [None, Some(0.4), Some(30.0)].into_iter().enumerate() {
+            if (window_left, logits_soft_cap) == (None, None) {
+                continue;
+            }
+            for causal in [true, false] {
+                let mut batch = Batch::new(shape, causal, &ragged());
+                (batch.variant.window_left, batch.variant.logits_soft_cap) = (window_left, logits_soft_cap);
+                let what = format!("causal {causal}, window {window_left:?}, cap {logits_soft_cap:?}");
+                hold::<f32, f32>(&batch, &what);
+                match (i + j) % 4 {
+                    0 => hold::<bf16, bf16>(&batch, &what),
+                    1 => hold::<f16, f16>(&batch, &what),
+                    2 => hold::<f32, bf16>(&batch, &what),
+                    _ => hold::<bf16, f32>(&batch, &what),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_window_over_several_leaves_agrees() {
+    let shape = Shape { h: 2, g: 1, d: 16, dv: 16, s: 64 };
+    for causal in [true, false] {
+        let mut batch =
+            Batch::new(shape, causal, &[row(9, 9000, 9), row(1, 4095, 4098), row(300, 4000, 300)]);
+        (batch.variant.window_left, batch.variant.logits_soft_cap) = (Some(4200), Some(2.0));
+        hold::<f32, f32>(&batch, &format!("several leaves, causal {causal}"));
+        hold::<bf16, bf16>(&batch, &format!("several leaves, causal {causal}"));
+    }
+}
+
 #[test]
 fn f15_any_width_and_group_agrees() {
     for (i, (d, dv)) in

@@ -137,15 +137,16 @@ impl Batch {
         out
     }
 
-    pub(super) fn run<Q: Number, K: Number>(&self, score: &[ScoreMod], mask: &[MaskMod]) -> Output<Q> {
-        let Shape { b, h, g, l, m, d, dv, blocks: [block_q, block_kv] } = self.shape;
+    /// Calls with what is visible.
+    fn with_blocks<R>(&self, take: impl FnOnce(&Blocks<'_>) -> R) -> R {
+        let Shape { l, m, blocks: [block_q, block_kv], .. } = self.shape;
         let (mut indptr, mut indices, mut partial) = (vec![0i32], Vec::new(), Vec::new());
         for list in &self.lists.lists {
             indices.extend(list.iter().map(|x| x.0 as i32));
             partial.extend(list.iter().map(|x| u8::from(x.1)));
             indptr.push(indices.len() as i32);
         }
-        let blocks = Blocks {
+        take(&Blocks {
             q_len: l,
             kv_len: m,
             block_q,
@@ -156,12 +157,24 @@ impl Batch {
             indices: &indices,
             partial: &partial,
             positions: self.positions.as_deref(),
-        };
+        })
+    }
+
+    pub(super) fn work<Q: Number, K: Number>(&self) -> WorkList {
         let options = ScheduleOptions { workers: self.workers, ..ScheduleOptions::default() };
         let mut work = WorkList::default();
-        schedule(&self.geometry::<Q, K>(), &blocks, &options, &mut work).unwrap();
-        assert!(is_for(&work, &self.geometry::<Q, K>(), &blocks));
+        self.with_blocks(|blocks| schedule(&self.geometry::<Q, K>(), blocks, &options, &mut work)).unwrap();
+        work
+    }
 
+    /// Whether a list is this batch's.
+    pub(super) fn owns<Q: Number, K: Number>(&self, work: &WorkList) -> bool {
+        self.with_blocks(|blocks| is_for(work, &self.geometry::<Q, K>(), blocks))
+    }
+
+    pub(super) fn run<Q: Number, K: Number>(&self, score: &[ScoreMod], mask: &[MaskMod]) -> Output<Q> {
+        let Shape { b, h, g, l, m, d, dv, .. } = self.shape;
+        let work = self.work::<Q, K>();
         // Heads innermost, as a projection leaves them, so that every outer stride is another's.
         let (q, k, v) = (self.q::<Q>(), self.kv::<K>(2, d), self.kv::<K>(3, dv));
         let (q, k, v) = (swap(&q, [b, h, l, d]), swap(&k, [b, g, m, d]), swap(&v, [b, g, m, dv]));

@@ -131,3 +131,30 @@ fn a_users_mod_is_told_which_query_and_key_it_is() {
         batch.hold::<f32, f32>(&[ScoreMod::User(&user)], &[MaskMod::None], &change, "by place");
     }
 }
+
+#[test]
+fn a_list_is_that_of_its_own_blocks_alone() {
+    for (batch, heads) in [(1, 1), (2, 1), (1, 6), (2, 6)] {
+        for positions in [None, Some((0..6).rev().collect::<Vec<i32>>())] {
+            let base = Batch { positions, ..Batch::new(SHAPE, random(SHAPE, batch, heads, 3)) };
+            let work = base.work::<bf16, bf16>();
+            assert!(base.owns::<bf16, bf16>(&work) && !base.owns::<f32, bf16>(&work));
+            let at = base.lists.lists.iter().rposition(|list| list.len() > 1).unwrap();
+            let change = |change: &dyn Fn(&mut Batch)| {
+                let mut other = base.clone();
+                change(&mut other);
+                other
+            };
+            for (what, other) in [
+                ("a block less", change(&|b| b.lists.lists[at].truncate(1))),
+                ("a block whole or in part", change(&|b| b.lists.lists[at][0].1 ^= true)),
+                ("a query less", change(&|b| b.shape.l -= 1)),
+                ("a key less", change(&|b| b.shape.m -= 1)),
+                ("other places", change(&|b| b.positions = Some(vec![7, 1, 2, 3, 4, 5]))),
+            ] {
+                assert!(!other.owns::<bf16, bf16>(&work), "{what}, {batch} x {heads}");
+                assert!(other.owns::<bf16, bf16>(&other.work::<bf16, bf16>()), "{what}, {batch} x {heads}");
+            }
+        }
+    }
+}

@@ -51,6 +51,21 @@ fn f34_a_ring_has_the_bits_of_its_compacted_keys_for_mods_that_ask_for_no_index(
     }
 }
 
+/// Blocks are attended in ascending order: as one block of the same keys is, key after key.
+#[test]
+fn f34_a_ring_has_the_bits_of_its_keys_in_one_block() {
+    for trial in 0..6u64 {
+        let (size, total) = ([128, 32, 16][trial as usize % 3], 4 + hash(&[trial, 1]) as usize % 9);
+        let shape = Shape { b: 1, h: 2, g: 1, l: 33, m: total * size, d: 16, dv: 8, blocks: [128, size] };
+        let (ring, compact) = pair(shape, &pick(total, 3 + trial as usize % 2, trial), false);
+        let m = compact.shape.m;
+        let mut one = Batch::shared(Shape { blocks: [128, m], ..compact.shape }, &[0]);
+        (one.content, one.q_offset) = (compact.content, ring.q_offset);
+        hold::<f32, f32>(&ring, &one, &[], &format!("{m} keys of {total} x {size}"));
+        hold::<half::bf16, half::bf16>(&ring, &one, &[ScoreMod::SoftCap(1.5)], "capped");
+    }
+}
+
 #[test]
 fn f34_with_a_position_table_it_has_them_for_every_mod() {
     let slopes = [0.02, 0.01];
