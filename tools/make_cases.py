@@ -26,13 +26,16 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from cases import draw, latent, paged, select  # noqa: E402
+from cases import blocks, dense, draw, latent, paged, select  # noqa: E402
 
 # Every kind of case, by its op: a function of a draw that gives a case.
 OPS = {
     "paged": paged.paged,
     "cross": paged.cross,
     "mla": latent.mla,
+    "dense": dense.dense,
+    "flex": blocks.flex,
+    "ring": blocks.ring,
     "dsa_attend": latent.dsa_attend,
     "dsa_select": select.dsa_select,
 }

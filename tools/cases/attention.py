@@ -16,6 +16,9 @@ def scores(q, k, scale, options, mask):
     if "alibi" in options:
         # slope * (key position - query position)
         s = s + options["alibi"].to(s.dtype)[:, None, None] * options["distance"].to(s.dtype)
+    if "bias" in options:
+        # [H, Q, N]
+        s = s + options["bias"].to(s.dtype)
     return s.masked_fill(~mask, float("-inf"))
 
 
@@ -43,6 +46,8 @@ def reference(q, k, v, scale, options, mask):
             s = cap * (s / cap).tanh()
         if "alibi" in options:
             s = s + options["alibi"].double()[:, None] * options["distance"][i, seen].double()
+        if "bias" in options:
+            s = s + options["bias"][:, i, seen].double()
         top = s.amax(-1)
         if "sinks" in options:
             top = torch.maximum(top, options["sinks"].double())
@@ -84,3 +89,9 @@ def source(dice, options):
         return (lambda *row: eager(*row, False)), f"{torch_version}, CPU, per row: {EAGER}"
     name = f"{torch_version} scaled_dot_product_attention, CPU, per row over gathered keys; lse: torch.logsumexp"
     return sdpa, name
+
+
+def outputs(parts, join=torch.cat):
+    """What a case holds of `(o, lse, exact o, exact lse)` of its rows."""
+    o, lse, exact_o, exact_lse = (join(column) for column in zip(*parts))
+    return {"out.o": o, "out.lse": lse.float(), "ref.o": exact_o.float(), "ref.lse": exact_lse.float()}

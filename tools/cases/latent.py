@@ -44,11 +44,6 @@ def attend(q, keys, c, scale, seen, compute):
     return (*compute(*here), *attention.reference(*here))
 
 
-def outputs(parts):
-    o, lse, exact_o, exact_lse = (torch.cat(column) for column in zip(*parts))
-    return {"out.o": o, "out.lse": lse.float(), "ref.o": exact_o.float(), "ref.lse": exact_lse.float()}
-
-
 def mla(dice):
     """Decode, append and prefill rows over every latent, causal or not."""
     c, e, h, s = shape(dice)
@@ -76,7 +71,7 @@ def mla(dice):
         "in.kv_indptr": dice.ints(pages.indptr),
         "in.kv_indices": dice.ints(pages.indices),
         "in.kv_len": dice.ints(kv_lens),
-        **outputs(parts),
+        **attention.outputs(parts),
     }
     params = {"sm_scale": scale, "causal": causal, "page_size": s, "kv_lora_rank": c, "qk_rope_head_dim": e}
     name = "_".join([f"c{c}_e{e}_h{h}_s{s}", *(["causal"] if causal else []), dice.dtype_name])
@@ -122,7 +117,7 @@ def dsa_attend(dice):
         "in.kv_indices": dice.ints(pages.indices),
         "in.row_request": dice.ints(owners),
         "in.page_start": dice.ints(starts),
-        **outputs(parts),
+        **attention.outputs(parts),
     }
     params = {"sm_scale": scale, "kv_lora_rank": c, "qk_rope_head_dim": e, "page_size": s}
     name = f"c{c}_e{e}_h{h}_s{s}_k{topk}_{dice.dtype_name}"

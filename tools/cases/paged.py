@@ -80,7 +80,6 @@ def make(dice, op, causal):
         first += q_len
     if custom is not None:
         tensors["in.mask"] = torch.cat(masks).to(torch.uint8)
-    o, lse, exact_o, exact_lse = (torch.cat(column) for column in zip(*parts))
 
     indptr = [0]
     for q_len in q_lens:
@@ -92,10 +91,7 @@ def make(dice, op, causal):
         "in.kv_indptr": dice.ints(pages.indptr),
         "in.kv_indices": dice.ints(pages.indices),
         "in.kv_last_page_len": dice.ints(pages.last_page_len),
-        "out.o": o,
-        "out.lse": lse.float(),
-        "ref.o": exact_o.float(),
-        "ref.lse": exact_lse.float(),
+        **attention.outputs(parts),
     }
     name = "_".join([f"h{h}g{g}_d{d}_s{s}", *traits, dice.dtype_name])
     return Case(op, name, source, params, TOLERANCES[dice.dtype_name], tensors)
