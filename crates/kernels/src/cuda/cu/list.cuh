@@ -42,7 +42,8 @@ struct Image {
     u32 row_at, item_at, member_at, merge_at, part_at, page_at, mask_at, segment_at;
     // Beside the pages of a list over blocks: u8, not 0 where a mask decides; i32, which block of the sequence each is
     // (0 bytes: the page id itself). `table_at`: what mods read (ModTable).
-    u32 flag_at, position_at, table_at, reserved;
+    u32 flag_at, position_at, table_at;
+    u32 few;  // items of few query vectors (families Decode and Latent), which come first
 };
 static_assert(sizeof(Image) == 64, "as in exec/image.rs");
 
@@ -90,20 +91,35 @@ struct Attend {
     Place o, lse, max_scores;  // of the query type; f32; f32
     const float* sinks;        // [H], or null
     const float* slopes;       // [H], or null
-    u32 H, G, D, Dv, S;        // heads, key heads, widths (latents: D = C + E, Dv = C), slots a page or block
-    u32 q_len, kv_len;         // over blocks: L and M
-    float scale;               // sm_scale
-    float soft_cap;            // 0: none
     i64 window_left;           // -1: none
     i64 q_offset;              // over blocks: position of query 0 among the keys
+    u32 H, G, D, Dv, S;        // heads, key heads, widths (latents: D = C + E, Dv = C), slots a page or block
+    u32 q_len, kv_len;         // over blocks: L and M
+    u32 heads, kv_heads;       // over blocks: H and G of the tensors, where rows may be of one head each
+    float scale;               // sm_scale
+    float soft_cap;            // 0: none
     u32 flags;                 // CAUSAL, PER_HEAD, ..
+    u32 walk;                  // which items this launch walks: ALL, FEW, MANY; of merges, the pieces that each is cut into
     u32 reserved;
 };
+static_assert(sizeof(View) == 32 && sizeof(Place) == 56 && sizeof(Attend) == 464, "as in exec/params.rs");
 constexpr u32 CAUSAL = 1;
 // Over blocks: rows are of one query head each.
 constexpr u32 PER_HEAD = 2;
 // Prefixes lie in pages.
 constexpr u32 PREFIX_PAGES = 4;
+// Bases and outer strides of q, q_pe, keys, values and prefixes are multiples of 16 bytes.
+constexpr u32 ALIGNED = 8;
+
+constexpr u32 ALL = 0, FEW = 1, MANY = 2;
+struct Span {
+    u32 begin, end;
+};
+// The items that a launch walks: block b takes begin + b, and every grid_x()-th after it.
+DEVICE Span items_of(const Attend& p) {
+    u32 few = p.image->few, items = p.image->items;
+    return Span{p.walk == MANY ? few : 0, p.walk == FEW ? few : items};
+}
 
 // The state of `lanes` query vectors of one key head, in f32: [m: lanes][l: lanes][acc: lanes x width], each part padded to
 // STATE_LINE floats, lanes' accumulators `state_width` apart. m is in base-2 units; -inf for a lane that saw nothing.

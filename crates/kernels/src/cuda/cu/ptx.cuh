@@ -87,6 +87,10 @@ DEVICE float lg2(float v) {
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
     return r;
 }
+// a b + c, rounded once.
+DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// Within two units in the last place, where tanh.approx has 11 bits.
+DEVICE float tanh_exact(float v) { return tanhf(v); }
 DEVICE float to_float(Bf16 v) { return __uint_as_float(u32(v.bits) << 16); }
 DEVICE float to_float(F16 v) {
     float r;

@@ -309,6 +309,8 @@ DEVICE float ex2(float v) {
     return std::fabs(r) < 1.17549435e-38f ? 0.0f : r;
 }
 DEVICE float lg2(float v) { return std::log2(v); }
+DEVICE float fused(float a, float b, float c) { return float(double(a) * double(b) + double(c)); }
+DEVICE float tanh_exact(float v) { return std::tanh(v); }
 DEVICE float to_float(Bf16 v) { return bits_float(u32(v.bits) << 16); }
 DEVICE float to_float(F16 v) {
     u32 sign = u32(v.bits & 0x8000) << 16, exponent = (v.bits >> 10) & 31, mantissa = v.bits & 1023;
