@@ -129,6 +129,14 @@ pub enum Error {
         /// Where.
         device: Device,
     },
+    /// A kernel could not be compiled or loaded.
+    #[error("kernel {kernel}: {why}")]
+    Kernel {
+        /// The kernel's file, name, defines and architecture.
+        kernel: String,
+        /// Why: the compiler's log, or where a compiler was looked for and how to get one.
+        why: String,
+    },
     /// No kernel was compiled in, or exists, for this device or shape.
     #[error("{operation} is not supported on {device}: {why}")]
     Unsupported {

@@ -1,0 +1,175 @@
+//! From a variant's name to its binary: the disk cache, or a compiler.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::cache::{Cache, Id};
+use super::key::Key;
+use super::nvrtc::Nvrtc;
+use super::resources::Resources;
+use super::source::{self, Unit};
+use super::target::Target;
+use super::watch::{Event, tell};
+use crate::Error;
+
+/// Part of every entry's name: raised when the way of compiling changes without a change of text or options.
+const GENERATION: &str = "mstar kernels 1";
+
+/// A binary, ready to be loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Image {
+    /// A CUDA binary, for the driver.
+    Cubin(Vec<u8>),
+    /// A shared object's file, for the host's loader.
+    Shared(PathBuf),
+}
+
+/// A variant, compiled.
+#[derive(Debug)]
+pub struct Compiled {
+    /// The binary.
+    pub image: Image,
+    /// What it takes; zeros for the emulator.
+    pub resources: Resources,
+    /// Whether it came from disk.
+    pub cached: bool,
+    /// Holds an image's file that is in no cache, until it was loaded.
+    _file: Option<tempfile::TempPath>,
+}
+
+/// Compiles `key` for `target`, or finds it compiled.
+///
+/// # Errors
+/// [`Error::Kernel`] with the compiler's log, or where a compiler was looked for.
+pub fn compile(target: Target, key: &Key) -> Result<Compiled, Error> {
+    compile_in(Cache::of_user().as_ref(), target, key)
+}
+
+pub(super) fn compile_in(cache: Option<&Cache>, target: Target, key: &Key) -> Result<Compiled, Error> {
+    build(cache, target, key).map_err(|why| Error::Kernel { kernel: format!("{key} ({target})"), why })
+}
+
+fn build(cache: Option<&Cache>, target: Target, key: &Key) -> Result<Compiled, String> {
+    match target {
+        Target::Sm { major, minor } => {
+            let nvrtc = Nvrtc::here()?;
+            let arch = arch_for(nvrtc.archs(), major, minor).ok_or_else(|| {
+                let (major, minor) = nvrtc.version();
+                let known: Vec<String> = nvrtc.archs().iter().map(|arch| format!("sm_{arch}")).collect();
+                format!(
+                    "NVRTC {major}.{minor} ({}) compiles for {}; a newer one is needed for {target}: {}",
+                    nvrtc.path().display(),
+                    known.join(", "),
+                    super::find::CURE
+                )
+            })?;
+            let mut options: Vec<String> =
+                ["--std=c++17", "-default-device", "--ptxas-options=-v"].map(String::from).into();
+            options.insert(0, format!("--gpu-architecture={arch}"));
+            options.extend(defines(key));
+            let headers = headers(key, |name| name != source::EMULATED);
+            let (major, minor) = nvrtc.version();
+            let id = id(key, &headers, &options, &format!("nvrtc {major}.{minor}"));
+            if let Some(entry) = cache.and_then(|cache| cache.get(id, "cubin")) {
+                let image = Image::Cubin(entry.binary);
+                return Ok(Compiled { image, resources: entry.resources, cached: true, _file: None });
+            }
+            let made = nvrtc.compile(key.unit.name(), key.unit.text(), &headers, &options)?;
+            let resources = Resources::parse(&made.log)
+                .ok_or_else(|| format!("the compiler's log tells no resources:\n{}", made.log))?;
+            keep(cache, id, "cubin", &made.cubin, resources);
+            Ok(Compiled { image: Image::Cubin(made.cubin), resources, cached: false, _file: None })
+        }
+        #[cfg(feature = "emulator")]
+        Target::Emulated => {
+            use std::io::Write;
+
+            use super::twin::Twin;
+
+            let twin = Twin::here()?;
+            let options = Twin::options(defines(key));
+            let headers = headers(key, |_| true);
+            let id = id(key, &headers, &options, twin.version());
+            if let Some(entry) = cache.and_then(|cache| cache.get(id, "so")) {
+                let image = Image::Shared(entry.path);
+                return Ok(Compiled { image, resources: entry.resources, cached: true, _file: None });
+            }
+            let made = twin.compile(key.unit.name(), key.unit.text(), &headers, &options)?;
+            let resources = Resources::default();
+            if let Some(path) = keep(cache, id, "so", &made, resources) {
+                return Ok(Compiled { image: Image::Shared(path), resources, cached: false, _file: None });
+            }
+            let write = || {
+                let mut file = tempfile::Builder::new().suffix(".so").tempfile()?;
+                file.write_all(&made)?;
+                Ok(file.into_temp_path())
+            };
+            let file =
+                write().map_err(|why: std::io::Error| format!("no file for the shared object: {why}"))?;
+            Ok(Compiled {
+                image: Image::Shared(file.to_path_buf()),
+                resources,
+                cached: false,
+                _file: Some(file),
+            })
+        }
+    }
+}
+
+/// Keeps a binary where that is possible. Where it is not, the program works from memory and says so once.
+fn keep(
+    cache: Option<&Cache>,
+    id: Id,
+    extension: &str,
+    binary: &[u8],
+    resources: Resources,
+) -> Option<PathBuf> {
+    static TOLD: AtomicBool = AtomicBool::new(false);
+    let why = match cache {
+        Some(cache) => match cache.put(id, extension, binary, resources) {
+            Ok(path) => return Some(path),
+            Err(why) => format!("{} takes no file ({why})", cache.folder().display()),
+        },
+        None => "no cache folder: neither MSTAR_CACHE_DIR, XDG_CACHE_HOME nor HOME is set".into(),
+    };
+    if !TOLD.swap(true, Ordering::Relaxed) {
+        tell(&Event::NotKept { why: &why });
+    }
+    None
+}
+
+/// The real architecture whose binaries run on a card of this capability: its own, or the nearest older one of its major
+/// version that the compiler knows.
+fn arch_for(known: &[i32], major: u32, minor: u32) -> Option<String> {
+    let own = (10 * major + minor) as i32;
+    let arch = *known.iter().rev().find(|&&arch| arch <= own && arch / 10 == major as i32)?;
+    Some(if arch == 90 { "sm_90a".into() } else { format!("sm_{arch}") })
+}
+
+fn defines(key: &Key) -> Vec<String> {
+    let mut defines: Vec<String> =
+        key.defines.as_slice().iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+    if key.snippet.is_some() {
+        defines.push("-DMSTAR_SNIPPET=1".into());
+    }
+    defines
+}
+
+fn headers(key: &Key, wanted: impl Fn(&str) -> bool) -> Vec<(&str, &str)> {
+    let mut headers: Vec<(&str, &str)> = Unit::headers(&key.unit);
+    headers.retain(|(name, _)| wanted(name));
+    if let Some(snippet) = &key.snippet {
+        headers.push((source::SNIPPET, snippet));
+    }
+    headers
+}
+
+/// The name of what these make. The entry is no part of a text's compilation, but a name for people and for tests.
+fn id(key: &Key, headers: &[(&str, &str)], options: &[String], compiler: &str) -> Id {
+    let own = [GENERATION, compiler, key.unit.name(), key.unit.text(), key.entry];
+    let texts = headers.iter().flat_map(|(name, text)| [*name, *text]);
+    Id::of(own.into_iter().chain(options.iter().map(String::as_str)).chain(["headers"]).chain(texts))
+}
+
+#[cfg(test)]
+mod tests;

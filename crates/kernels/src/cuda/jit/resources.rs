@@ -1,0 +1,108 @@
+//! What a compiled kernel takes of a multiprocessor, read from the compiler's log.
+
+/// Resources of one kernel, as `ptxas -v` tells them; the most of any function, where a kernel calls some that were not inlined.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resources {
+    /// 32-bit registers a thread at the entry.
+    pub registers: u32,
+    /// Bytes a thread stores to spilled registers.
+    pub spill_stores: u32,
+    /// Bytes a thread loads from spilled registers.
+    pub spill_loads: u32,
+    /// Bytes of local memory a thread: spills, and arrays that are indexed at run time.
+    pub stack: u32,
+    /// Bytes of static shared memory a block. Dynamic shared memory is chosen at launch.
+    pub shared: u32,
+    /// Warnings C75xx: matrix instructions made to wait for each other, or register hints ignored.
+    pub serialised: u32,
+}
+
+impl Resources {
+    /// Whether the kernel touches local memory, or its matrix instructions are serialised: what no shipped kernel may do
+    /// without a reason.
+    pub fn is_clean(&self) -> bool {
+        let Resources { registers: _, spill_stores, spill_loads, stack, shared: _, serialised } = *self;
+        spill_stores == 0 && spill_loads == 0 && stack == 0 && serialised == 0
+    }
+
+    /// Reads a log; `None` when no line of it speaks of registers.
+    pub fn parse(log: &str) -> Option<Resources> {
+        let mut all = Resources::default();
+        let mut told = false;
+        for line in log.lines() {
+            if let Some(registers) = before(line, " registers") {
+                told = true;
+                all.registers = all.registers.max(registers);
+                all.stack = all.stack.max(before(line, " bytes cumulative stack size").unwrap_or(0));
+                all.shared = all.shared.max(before(line, " bytes smem").unwrap_or(0));
+            }
+            if let Some(stack) = before(line, " bytes stack frame") {
+                all.stack = all.stack.max(stack);
+                all.spill_stores = all.spill_stores.max(before(line, " bytes spill stores").unwrap_or(0));
+                all.spill_loads = all.spill_loads.max(before(line, " bytes spill loads").unwrap_or(0));
+            }
+            if line.contains("(C75") {
+                all.serialised += 1;
+            }
+        }
+        told.then_some(all)
+    }
+}
+
+/// The number that stands right before `words`.
+fn before(line: &str, words: &str) -> Option<u32> {
+    let text = &line[..line.find(words)?];
+    let digits = text.rfind(|c: char| !c.is_ascii_digit()).map_or(0, |at| at + 1);
+    text[digits..].parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clean_log_is_read() {
+        let log = "ptxas info    : 0 bytes gmem\n\
+            ptxas info    : Compiling entry function 'k2' for 'sm_90a'\n\
+            ptxas info    : Function properties for k2\n\
+            ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
+            ptxas info    : Used 12 registers, used 1 barriers, 128 bytes smem, 364 bytes cmem[0]\n\
+            ptxas info    : Compile time = 2.430 ms\n";
+        let read = Resources::parse(log).unwrap();
+        assert_eq!(read, Resources { registers: 12, shared: 128, ..Resources::default() });
+        assert!(read.is_clean());
+    }
+
+    #[test]
+    fn spills_stacks_and_serialised_matrix_instructions_are_seen_in_any_function() {
+        let log = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to \
+            insufficient register resources for the wgmma pipeline in function 'k'\n\
+            ptxas info    : Function properties for helper\n    \
+            0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
+            ptxas info    : Function properties for k\n    \
+            96 bytes stack frame, 64 bytes spill stores, 72 bytes spill loads\n\
+            ptxas info    : Used 168 registers, used 3 barriers, 800 bytes cumulative stack size\n";
+        let read = Resources::parse(log).unwrap();
+        let expected = Resources {
+            registers: 168,
+            spill_stores: 64,
+            spill_loads: 72,
+            stack: 800,
+            shared: 0,
+            serialised: 1,
+        };
+        assert_eq!(read, expected);
+        assert!(!read.is_clean());
+        assert!(!Resources { stack: 8, ..Resources::default() }.is_clean());
+        assert!(!Resources { serialised: 1, ..Resources::default() }.is_clean());
+    }
+
+    #[test]
+    fn a_log_without_resources_is_not_taken_for_a_clean_one() {
+        assert_eq!(Resources::parse(""), None);
+        assert_eq!(
+            Resources::parse("a.cu(3): warning #177-D: variable \"x\" was declared but never referenced"),
+            None
+        );
+    }
+}

@@ -1,0 +1,112 @@
+//! The kernels' texts, embedded, and what each includes of ours.
+
+use std::fmt;
+use std::hash::{Hash, Hasher};
+
+/// A `.cu` file: one kernel family, of which each variant is compiled by itself.
+#[derive(Clone, Copy)]
+pub struct Unit {
+    name: &'static str,
+    text: &'static str,
+}
+
+/// A file of `cu/`: its name and its text.
+macro_rules! file {
+    ($name:literal) => {
+        ($name, include_str!(concat!("../cu/", $name)))
+    };
+}
+
+/// Files that a unit may include, each listed once: name, text.
+const HEADERS: &[(&str, &str)] =
+    &[file!("list.cuh"), file!("ptx.cuh"), (EMULATED, include_str!("../emulator/emulated.hpp"))];
+
+/// What `ptx.cuh` includes for a host compiler alone.
+pub(super) const EMULATED: &str = "emulated.hpp";
+
+/// The name under which a unit includes its user's code.
+pub(super) const SNIPPET: &str = "snippet.cuh";
+
+impl Unit {
+    /// A unit of its own text. Units of one name are taken for the same one.
+    pub const fn of(name: &'static str, text: &'static str) -> Unit {
+        Unit { name, text }
+    }
+
+    /// The file's name.
+    pub const fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// The file's text.
+    pub const fn text(&self) -> &'static str {
+        self.text
+    }
+
+    /// The headers of ours that it includes, directly or through another, by name; without the user's snippet.
+    pub(super) fn headers(&self) -> Vec<(&'static str, &'static str)> {
+        let mut found: Vec<(&str, &str)> = Vec::new();
+        let mut unread = vec![self.text];
+        while let Some(text) = unread.pop() {
+            for name in included(text) {
+                let Some(&header) = HEADERS.iter().find(|(known, _)| *known == name) else { continue };
+                if !found.contains(&header) {
+                    found.push(header);
+                    unread.push(header.1);
+                }
+            }
+        }
+        found.sort_unstable();
+        found
+    }
+}
+
+impl PartialEq for Unit {
+    fn eq(&self, other: &Unit) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for Unit {}
+
+impl Hash for Unit {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.name.hash(state);
+    }
+}
+
+impl fmt::Debug for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+/// The names in a text's `#include "name"` lines, whatever `#if` they stand under.
+fn included(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().filter_map(|line| {
+        let rest = line.trim_start().strip_prefix('#')?.trim_start().strip_prefix("include")?;
+        rest.trim_start().strip_prefix('"')?.split('"').next()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_header_of_ours_is_listed_and_no_other_is_named() {
+        for (name, text) in HEADERS {
+            for inner in included(text) {
+                let known = inner == SNIPPET || HEADERS.iter().any(|(listed, _)| *listed == inner);
+                assert!(known, "{name} includes {inner:?}, which is not in HEADERS of source.rs");
+            }
+        }
+    }
+
+    #[test]
+    fn includes_are_read_in_every_spelling() {
+        let text =
+            "#include \"a.cuh\"\n  # include  \"b.cuh\" // why\n#include <cstdint>\n// #include \"c.cuh\"\n";
+        assert_eq!(included(text).collect::<Vec<_>>(), ["a.cuh", "b.cuh"]);
+    }
+}
