@@ -10,7 +10,7 @@ use mstar_kernels::DType;
 
 use super::prepare::{Served, ServedSparse};
 use crate::backends::workspace_bytes;
-use crate::run::buffers::{IndexWidths, Widths, largest_step, padded};
+use crate::run::buffers::{IndexWidths, Widths, largest_step, of_frames, padded};
 use crate::run::entries::Entries;
 use crate::run::workload::RequestPlan;
 
@@ -60,6 +60,7 @@ impl Estimate {
         if let (Some(largest), Some(widths)) = (largest_step(spec, requests), Widths::of(spec, requests)) {
             forward(&mut lines, &widths);
             for served in served {
+                let largest = of_frames(spec, largest);
                 let each = workspace_bytes(served.backend, &served.geometry, largest)?
                     .saturating_add(served.options.beside_workspaces(&served.geometry, largest));
                 workspaces(&mut lines, spec, format!("{}: workspaces", served.name), each, true, largest);

@@ -144,6 +144,11 @@ pub(crate) fn padded(spec: &Spec, largest: StepShape) -> StepShape {
     }
 }
 
+/// What scratch is made for: over pages the rows that pad a bucket need none, over a ring they are tiled like others.
+pub(crate) fn of_frames(spec: &Spec, largest: StepShape) -> StepShape {
+    if spec.rings().next().is_some() { padded(spec, largest) } else { largest }
+}
+
 /// The memory.
 pub(crate) struct Buffers {
     widths: Widths,

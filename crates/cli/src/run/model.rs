@@ -11,7 +11,7 @@ use mstar_core::spec::{ResourceKind, Spec};
 use mstar_core::{Engine, Resource, ResourceName};
 use mstar_kernels::{DType, Device};
 
-use super::buffers::padded;
+use super::buffers::{of_frames, padded};
 use super::cache::OwnCache;
 use super::declare::Parts;
 use super::entries::Entries;
@@ -57,6 +57,8 @@ impl Model {
     ) -> anyhow::Result<Model> {
         let preplan = spec.workload.as_ref().is_some_and(|workload| workload.preplan);
         let slots = spec.graph.as_ref().map_or(1, |graph| graph.slots).max(if preplan { 2 } else { 1 });
+        // What pads a bucket over a ring has tiles of its own, though it sees nothing.
+        let largest = largest.map(|largest| of_frames(spec, largest));
         let mut caches: Vec<(ResourceName, Arc<PagedKvCache>)> = Vec::new();
         let mut rings: Vec<(ResourceName, Arc<RingCache>)> = Vec::new();
         let mut resources: Vec<Arc<dyn Resource>> = Vec::new();
