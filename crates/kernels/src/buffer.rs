@@ -7,15 +7,48 @@ use std::alloc::{Layout, LayoutError, alloc, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::cuda::Memory;
 use crate::view::MAX_RANK;
 use crate::{DType, Device, Error, Result, TensorMut, TensorRef};
 
 /// Alignment of every buffer: a cache line, and a whole AVX-512 register.
 pub const ALIGNMENT: usize = 64;
 
-static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
+/// CUDA devices that a process may use; their numbers are below.
+pub(crate) const MOST_DEVICES: usize = 64;
+
+/// What live buffers hold of one device, or of all together.
+struct Counter {
+    now: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+impl Counter {
+    const fn new() -> Counter {
+        Counter { now: AtomicUsize::new(0), peak: AtomicUsize::new(0) }
+    }
+
+    fn add(&self, bytes: usize) {
+        let now = self.now.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.peak.fetch_max(now, Ordering::Relaxed);
+    }
+
+    fn subtract(&self, bytes: usize) {
+        self.now.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+static ALL: Counter = Counter::new();
+static ON_HOST: Counter = Counter::new();
+static ON_DEVICE: [Counter; MOST_DEVICES] = [const { Counter::new() }; MOST_DEVICES];
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+fn counter(device: Device) -> Option<&'static Counter> {
+    match device {
+        Device::Cpu => Some(&ON_HOST),
+        Device::Cuda(ordinal) => ON_DEVICE.get(ordinal as usize),
+    }
+}
 
 /// The larger page size of x86-64 and AArch64 systems.
 const HUGE_PAGE: usize = 2 << 20;
@@ -42,14 +75,24 @@ fn ask_for_huge_pages(ptr: *mut u8, bytes: usize) {
 #[cfg(not(target_os = "linux"))]
 fn ask_for_huge_pages(_ptr: *mut u8, _bytes: usize) {}
 
-/// Bytes held by live buffers of this process.
+/// Bytes held by live buffers of this process, wherever they are.
 pub fn allocated_bytes() -> usize {
-    ALLOCATED.load(Ordering::Relaxed)
+    ALL.now.load(Ordering::Relaxed)
 }
 
 /// The most that [`allocated_bytes`] has been.
 pub fn peak_allocated_bytes() -> usize {
-    PEAK.load(Ordering::Relaxed)
+    ALL.peak.load(Ordering::Relaxed)
+}
+
+/// Bytes of one device's memory held by live buffers. Pinned memory is the host's.
+pub fn allocated_bytes_on(device: Device) -> usize {
+    counter(device).map_or(0, |counter| counter.now.load(Ordering::Relaxed))
+}
+
+/// The most that [`allocated_bytes_on`] has been.
+pub fn peak_allocated_bytes_on(device: Device) -> usize {
+    counter(device).map_or(0, |counter| counter.peak.load(Ordering::Relaxed))
 }
 
 /// Buffers made since the process started: a run that allocates nothing leaves it unchanged.
@@ -57,12 +100,17 @@ pub fn allocation_count() -> usize {
     ALLOCATIONS.load(Ordering::Relaxed)
 }
 
-/// Zeroed memory on the host, freed when dropped. Its pages are touched when it is made, so that the
+/// Zeroed memory of the host or of a device, freed when dropped. The host's pages are touched when it is made, so that the
 /// resident size is what was asked for and no kernel pays for a page fault.
+///
+/// Dropping memory that a device uses waits for the work that is under way on it.
 #[derive(Debug)]
 pub struct Buffer {
     ptr: NonNull<u8>,
     bytes: usize,
+    device: Device,
+    /// A driver's memory; absent for the host's own.
+    memory: Option<Memory>,
 }
 
 // SAFETY: a buffer owns plain bytes; it is as free to move between threads as a `Vec<u8>`.
@@ -76,7 +124,7 @@ impl Buffer {
     /// # Errors
     /// [`Error::OutOfMemory`] when they cannot be had; never an abort.
     pub fn zeroed(bytes: usize) -> Result<Buffer> {
-        let refused = || Error::OutOfMemory { bytes, device: Device::Cpu };
+        let refused = || Error::OutOfMemory { bytes, device: Device::Cpu, free: None };
         let layout = layout(bytes).map_err(|_| refused())?;
         let ptr = if layout.align() == HUGE_PAGE {
             // SAFETY: the layout has a size of at least one byte.
@@ -93,19 +141,74 @@ impl Buffer {
             // SAFETY: `page` is below `bytes`, inside the allocation. The volatile write makes it resident.
             unsafe { ptr.as_ptr().add(page).write_volatile(0) };
         }
-        let now = ALLOCATED.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        PEAK.fetch_max(now, Ordering::Relaxed);
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        Ok(Buffer { ptr, bytes })
+        Ok(Buffer::counted(ptr, bytes, Device::Cpu, None))
     }
 
-    /// Room for a row-major tensor.
+    /// `bytes` zero bytes on a device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] when they cannot be had, [`Error::NoDevice`] when there is no such device, [`Error::Cuda`] when
+    /// the driver refuses, as it does while this thread captures a graph.
+    pub fn zeroed_on(device: Device, bytes: usize) -> Result<Buffer> {
+        if device == Device::Cpu {
+            return Buffer::zeroed(bytes);
+        }
+        let memory = Memory::on_device(device, bytes)?;
+        Ok(Buffer::counted(memory.ptr(), bytes, device, Some(memory)))
+    }
+
+    /// `bytes` zero bytes on the host that `device` reads and writes by itself: copies to and from it wait for nobody. For
+    /// [`Device::Cpu`] it is as [`Buffer::zeroed`].
+    ///
+    /// # Errors
+    /// As [`Buffer::zeroed_on`].
+    pub fn pinned(device: Device, bytes: usize) -> Result<Buffer> {
+        if device == Device::Cpu {
+            return Buffer::zeroed(bytes);
+        }
+        let memory = Memory::pinned(device, bytes)?;
+        Ok(Buffer::counted(memory.ptr(), bytes, memory.device(), Some(memory)))
+    }
+
+    fn counted(ptr: NonNull<u8>, bytes: usize, device: Device, memory: Option<Memory>) -> Buffer {
+        ALL.add(bytes);
+        if let Some(counter) = counter(device) {
+            counter.add(bytes);
+        }
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        Buffer { ptr, bytes, device, memory }
+    }
+
+    /// Room for a row-major tensor on the host.
     ///
     /// # Errors
     /// [`Error::Overflow`] when the shape has no size, else as [`Buffer::zeroed`].
     pub fn for_tensor(dtype: DType, shape: &[usize]) -> Result<Buffer> {
+        Buffer::for_tensor_on(Device::Cpu, dtype, shape)
+    }
+
+    /// Room for a row-major tensor on a device.
+    ///
+    /// # Errors
+    /// [`Error::Overflow`] when the shape has no size, else as [`Buffer::zeroed_on`].
+    pub fn for_tensor_on(device: Device, dtype: DType, shape: &[usize]) -> Result<Buffer> {
         let bytes = shape.iter().try_fold(dtype.size(), |n, &e| n.checked_mul(e));
-        Buffer::zeroed(bytes.ok_or_else(|| Error::Overflow { shape: shape.to_vec() })?)
+        Buffer::zeroed_on(device, bytes.ok_or_else(|| Error::Overflow { shape: shape.to_vec() })?)
+    }
+
+    /// Where it is; the host for pinned memory.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// The device that it is pinned for, if it is.
+    pub fn pinned_for(&self) -> Option<Device> {
+        self.memory.as_ref().and_then(Memory::pinned_for)
+    }
+
+    /// Where it starts: an address of its device, which stays for as long as the buffer does.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.ptr.as_ptr()
     }
 
     /// Bytes held.
@@ -128,7 +231,7 @@ impl Buffer {
         unsafe {
             TensorRef::from_raw_parts(
                 self.ptr.as_ptr().add(byte_offset),
-                Device::Cpu,
+                self.device,
                 dtype,
                 shape,
                 &strides[..shape.len()],
@@ -164,7 +267,7 @@ impl Buffer {
         unsafe {
             TensorMut::from_raw_parts(
                 self.ptr.as_ptr().add(byte_offset),
-                Device::Cpu,
+                self.device,
                 dtype,
                 shape,
                 &strides[..shape.len()],
@@ -194,10 +297,15 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        let layout = layout(self.bytes).expect("checked when it was made");
-        // SAFETY: allocated in `zeroed` with this very layout, and freed once.
-        unsafe { dealloc(self.ptr.as_ptr(), layout) };
-        ALLOCATED.fetch_sub(self.bytes, Ordering::Relaxed);
+        if self.memory.is_none() {
+            let layout = layout(self.bytes).expect("checked when it was made");
+            // SAFETY: allocated in `zeroed` with this very layout, and freed once.
+            unsafe { dealloc(self.ptr.as_ptr(), layout) };
+        }
+        ALL.subtract(self.bytes);
+        if let Some(counter) = counter(self.device) {
+            counter.subtract(self.bytes);
+        }
     }
 }
 

@@ -122,12 +122,35 @@ pub enum Error {
         got: usize,
     },
     /// Memory could not be had.
-    #[error("cannot allocate {bytes} bytes on {device}")]
+    #[error("cannot allocate {bytes} bytes on {device}{}", match free {
+        Some(free) => format!(", of which {free} are free; make a cache, a plan or a batch smaller"),
+        None => String::new(),
+    })]
     OutOfMemory {
         /// Bytes asked for.
         bytes: usize,
         /// Where.
         device: Device,
+        /// Bytes that were free then, where the device tells.
+        free: Option<usize>,
+    },
+    /// A device that this process cannot use.
+    #[error("{device} cannot be used: {why}")]
+    NoDevice {
+        /// The device.
+        device: Device,
+        /// Why, and what would help.
+        why: String,
+    },
+    /// A call of the CUDA driver failed.
+    #[error("{device}: {call} failed with code {code} ({}); {}", crate::cards::code_name(*code), crate::cards::cure(*code))]
+    Cuda {
+        /// The device.
+        device: Device,
+        /// The driver's function. A kernel's own fault is reported by a later call, whichever comes first.
+        call: &'static str,
+        /// Its `CUresult`.
+        code: i32,
     },
     /// A kernel could not be compiled or loaded.
     #[error("kernel {kernel}: {why}")]

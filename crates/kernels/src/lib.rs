@@ -9,6 +9,7 @@
 //! | [`view`], [`dtype`] | pointer, device, dtype, shape and element strides in one value |
 //! | [`buffer`] | owned, aligned, counted memory |
 //! | [`device`], [`stream`] | where memory lives, and the caller's queue of work |
+//! | [`copy`](mod@copy) | whole tensors between the host and devices |
 //! | [`reference`](mod@reference) | the oracle: every operation in plain f64 loops over raw arrays |
 //! | [`cpu`] | the fast CPU kernels, behind one run-time probe of the instruction set |
 //! | [`cuda`], [`cards`] | the CUDA driver, asked what is there; refuses plainly in a build without it |
@@ -24,6 +25,7 @@
 
 pub mod buffer;
 pub mod cards;
+pub mod copy;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -56,6 +58,7 @@ pub mod view;
 pub mod work;
 
 pub use buffer::Buffer;
+pub use copy::{copy, copy_async, fill};
 pub use device::Device;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};

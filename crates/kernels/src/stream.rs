@@ -5,7 +5,7 @@
 
 use std::ffi::c_void;
 
-use crate::Device;
+use crate::{Device, Result, cuda};
 
 /// A queue of work on one device, owned by the caller.
 #[derive(Clone, Copy, Debug)]
@@ -43,5 +43,21 @@ impl Stream {
     /// The driver's handle; null on the CPU.
     pub const fn as_raw(&self) -> *mut c_void {
         self.raw
+    }
+
+    /// Waits on the host until all that was put in has run, and reports what went wrong. Returns at once on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda): the wait itself, or work before it.
+    pub fn synchronize(&self) -> Result<()> {
+        cuda::synchronize(self)
+    }
+
+    /// Whether all that was put in has run: always, on the CPU.
+    ///
+    /// # Errors
+    /// As [`Stream::synchronize`].
+    pub fn is_idle(&self) -> Result<bool> {
+        cuda::is_idle(self)
     }
 }

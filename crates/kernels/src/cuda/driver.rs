@@ -24,11 +24,19 @@ const COMPUTE_CAPABILITY_MINOR: c_int = 76;
 /// More cards than a host has; a driver that reports more is not believed.
 const MOST_CARDS: c_int = 1024;
 
-/// The driver and its cards.
+/// The driver and its cards; of the emulated device, where the process uses it, what that one says.
 ///
 /// # Errors
-/// [`NoCuda`]: no library under its names, or one whose calls fail.
+/// [`NoCuda`]: no library under its names, one whose calls fail, or an environment that asks for neither.
 pub fn driver() -> Result<Driver, NoCuda> {
+    match super::api::is_emulated()? {
+        true => super::api::emulated_driver(),
+        false => ask_driver(),
+    }
+}
+
+/// The driver of the machine, asked itself.
+pub(super) fn ask_driver() -> Result<Driver, NoCuda> {
     let library = NAMES.iter().find_map(|name| {
         // SAFETY: loading runs the library's initialisers; these are the names of NVIDIA's driver, which a process
         // may load at any time and more than once.

@@ -1,6 +1,40 @@
-//! CUDA: the driver, opened by name when it is asked for. No kernel is built for it in this version.
+//! CUDA: a driver that is asked what is there, and devices in use.
+//!
+//! | room | what is in it |
+//! | --- | --- |
+//! | `driver` | what the machine has; makes nothing |
+//! | `api` | the driver's calls, and the same of a device made of the host |
+//! | `context` | a device in use: its primary context and what it can do |
+//! | [`jit`] | kernels compiled for a device, and kept on disk |
+//! | `memory` | device memory, and host memory pinned for it; owned by [`Buffer`](crate::Buffer) |
+//! | `queue`, `graph` | streams and events; work taken down once and replayed |
+//! | `launch`, `transfer` | modules, kernels and their launch; copies, fills and calls of the host in stream order |
+//!
+//! The context is a device's primary one, so that memory and streams of other libraries work here. Whoever makes work orders it:
+//! nothing here tracks which stream uses what. What is called while work is put in neither allocates nor waits.
 
+mod api;
+mod context;
 mod driver;
+mod graph;
 pub mod jit;
+mod launch;
+mod memory;
+mod queue;
+#[cfg(test)]
+mod tests;
+mod transfer;
 
+#[cfg(feature = "emulator")]
+pub use api::emulate;
+pub use api::{FunctionAttributes, Image, Launch};
+pub use context::Context;
 pub use driver::driver;
+pub use graph::{Graph, capture};
+pub use launch::{Function, Module, launch};
+pub use queue::{Event, OwnedStream};
+pub use transfer::call_host;
+
+pub(crate) use memory::Memory;
+pub(crate) use queue::{is_idle, synchronize};
+pub(crate) use transfer::{fill, transfer};

@@ -1,6 +1,6 @@
 //! Scratch memory for runs, sized by what a plan needs.
 
-use crate::{Buffer, DType, Result, TensorMut};
+use crate::{Buffer, DType, Device, Result, TensorMut};
 
 /// Scratch for one run at a time. Its content means nothing between runs, so one serves many plans in turn.
 #[derive(Debug)]
@@ -9,16 +9,29 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// A workspace of `bytes` bytes.
+    /// A workspace of `bytes` bytes on the host.
     ///
     /// # Errors
     /// When the memory cannot be had.
     pub fn with_bytes(bytes: usize) -> Result<Workspace> {
-        Ok(Workspace { buffer: Buffer::zeroed(bytes)? })
+        Workspace::on(Device::Cpu, bytes)
     }
 
-    /// Grows to `needed` bytes; a workspace that is large enough stays where it is. Belongs to planning, never to a run.
-    /// Returns whether it moved.
+    /// A workspace of `bytes` bytes on a device.
+    ///
+    /// # Errors
+    /// When there is no such device, or the memory cannot be had.
+    pub fn on(device: Device, bytes: usize) -> Result<Workspace> {
+        Ok(Workspace { buffer: Buffer::zeroed_on(device, bytes)? })
+    }
+
+    /// Where it is.
+    pub fn device(&self) -> Device {
+        self.buffer.device()
+    }
+
+    /// Grows to `needed` bytes, where it is; a workspace that is large enough does not move. Belongs to planning, never to a
+    /// run: on a device it waits for runs that still use the old memory. Returns whether it moved.
     ///
     /// # Errors
     /// When the memory cannot be had; the workspace is then as it was.
@@ -26,7 +39,7 @@ impl Workspace {
         if needed <= self.buffer.len() {
             return Ok(false);
         }
-        self.buffer = Buffer::zeroed(needed)?;
+        self.buffer = Buffer::zeroed_on(self.buffer.device(), needed)?;
         Ok(true)
     }
 

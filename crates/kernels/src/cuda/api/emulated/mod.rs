@@ -1,0 +1,585 @@
+//! A device made of the host, for testing what runs on cards where there is none.
+//!
+//! Its memory is the host's, its kernels are functions of shared objects that g++ made of the same text. It is as late as it may
+//! be: what is put into a stream runs when somebody waits for a stream, an event or a copy, so that a result that is read too
+//! early, and a staging buffer that is written again too early, are wrong here as they are on a card. And it is strict: a copy
+//! that leaves its allocation, a launch beyond a card's limits, and an allocation or a wait in a capture are errors.
+//!
+//! Work of all streams runs in the order in which it was put in, which satisfies every order that streams and events ask for.
+
+mod memory;
+mod work;
+
+use std::collections::{HashMap, VecDeque};
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
+use std::time::Instant;
+
+use libloading::Library;
+
+use self::memory::Memory;
+use self::work::{Entry, Kernel, Work};
+use super::{Api, Called, Failed, FunctionAttributes, Handle, Image, Launch, Properties, Way};
+
+const INVALID_VALUE: i32 = 1;
+const INVALID_IMAGE: i32 = 200;
+const INVALID_HANDLE: i32 = 400;
+const NOT_FOUND: i32 = 500;
+const NOT_READY: i32 = 600;
+const CAPTURE_UNSUPPORTED: i32 = 900;
+const CAPTURE_INVALIDATED: i32 = 901;
+const ILLEGAL_STATE: i32 = 401;
+const CAPTURE_ISOLATION: i32 = 905;
+const CAPTURED_EVENT: i32 = 907;
+const CAPTURE_WRONG_THREAD: i32 = 908;
+
+/// Work that may wait; more is run at once, so that the queue never grows.
+const MOST_WAITING: usize = 1024;
+/// Bytes of dynamic shared memory that any kernel may have; more has to be asked for.
+const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
+/// Bytes of shared memory that a block may ask for, as on compute capability 9.0.
+const SHARED_PER_BLOCK: u32 = 227 << 10;
+const MOST_THREADS: u32 = 1024;
+
+/// The one emulated device.
+pub(super) struct Emulated {
+    state: Mutex<State>,
+    /// Held by whoever runs work, so that it runs in order.
+    turn: Mutex<()>,
+}
+
+struct State {
+    last_handle: usize,
+    memory: Memory,
+    waiting: VecDeque<(Handle, Work)>,
+    /// What went wrong while work ran; the next wait reports it.
+    fault: Option<Failed>,
+    streams: HashMap<usize, Option<usize>>,
+    captures: HashMap<usize, Capture>,
+    events: HashMap<usize, EventState>,
+    modules: HashMap<usize, &'static Library>,
+    functions: HashMap<usize, Kernel>,
+    graphs: HashMap<usize, Arc<Vec<Work>>>,
+}
+
+/// What a stream takes down.
+struct Capture {
+    origin: Handle,
+    thread: ThreadId,
+    work: Vec<Work>,
+    broken: bool,
+}
+
+#[derive(Default)]
+struct EventState {
+    timed: bool,
+    /// Records that were put in and have not run.
+    waiting: usize,
+    passed: Option<Instant>,
+    capture: Option<usize>,
+}
+
+fn fail<T>(call: &'static str, code: i32) -> Called<T> {
+    Err(Failed { call, code })
+}
+
+impl State {
+    fn handle(&mut self) -> Handle {
+        self.last_handle += 16;
+        Handle(self.last_handle as *mut c_void)
+    }
+
+    /// The capture that a stream takes part in.
+    fn stream(&self, call: &'static str, stream: Handle) -> Called<Option<usize>> {
+        self.streams.get(&(stream.0 as usize)).copied().ok_or(Failed { call, code: INVALID_HANDLE })
+    }
+
+    fn event(&mut self, call: &'static str, event: Handle) -> Called<&mut EventState> {
+        self.events.get_mut(&(event.0 as usize)).ok_or(Failed { call, code: INVALID_HANDLE })
+    }
+
+    fn kernel(&self, call: &'static str, function: Handle) -> Called<Kernel> {
+        self.functions.get(&(function.0 as usize)).copied().ok_or(Failed { call, code: INVALID_HANDLE })
+    }
+
+    /// Refuses a call that a capture of this thread does not allow, and spoils the capture, as a driver does.
+    fn not_in_capture(&mut self, call: &'static str) -> Called<()> {
+        let thread = std::thread::current().id();
+        let mut inside = false;
+        for capture in self.captures.values_mut().filter(|capture| capture.thread == thread) {
+            capture.broken = true;
+            inside = true;
+        }
+        if inside { fail(call, CAPTURE_UNSUPPORTED) } else { Ok(()) }
+    }
+
+    /// Takes work down, when the stream is captured; else gives it back.
+    fn take_down(&mut self, call: &'static str, stream: Handle, work: Work) -> Called<Option<Work>> {
+        let Some(id) = self.stream(call, stream)? else { return Ok(Some(work)) };
+        let capture = self.captures.get_mut(&id).expect("a stream names a capture only while it lasts");
+        if capture.broken {
+            return fail(call, CAPTURE_INVALIDATED);
+        }
+        if let Work::Copy { way, src, dst, bytes } = work {
+            let host = if way == Way::HostToDevice { src } else { dst };
+            if way != Way::DeviceToDevice && !self.memory.is_pinned(host, bytes) {
+                capture.broken = true;
+                return fail(call, CAPTURE_UNSUPPORTED);
+            }
+        }
+        capture.work.push(work);
+        Ok(None)
+    }
+}
+
+impl Emulated {
+    pub(super) fn open() -> &'static Emulated {
+        let state = State {
+            last_handle: 0,
+            memory: Memory::default(),
+            waiting: VecDeque::with_capacity(MOST_WAITING),
+            fault: None,
+            streams: HashMap::from([(0, None)]),
+            captures: HashMap::new(),
+            events: HashMap::new(),
+            modules: HashMap::new(),
+            functions: HashMap::new(),
+            graphs: HashMap::new(),
+        };
+        Box::leak(Box::new(Emulated { state: Mutex::new(state), turn: Mutex::new(()) }))
+    }
+
+    /// A kernel that panicked left the books whole: nothing is run while they are held.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put(&self, call: &'static str, stream: Handle, work: Work) -> Called<()> {
+        let full = {
+            let mut state = self.state();
+            let Some(work) = state.take_down(call, stream, work)? else { return Ok(()) };
+            if let Work::Record { event } = work {
+                state.event(call, event)?.waiting += 1;
+            }
+            state.waiting.push_back((stream, work));
+            state.waiting.len() >= MOST_WAITING
+        };
+        if full { self.run_waiting() } else { Ok(()) }
+    }
+
+    /// Runs everything that was put in, and reports what went wrong since the last time.
+    fn run_waiting(&self) -> Called<()> {
+        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let Some((_, work)) = self.state().waiting.pop_front() else { break };
+            self.run(&work);
+        }
+        drop(turn);
+        match self.state().fault.take() {
+            Some(failed) => Err(failed),
+            None => Ok(()),
+        }
+    }
+
+    fn run(&self, work: &Work) {
+        match work {
+            Work::Record { event } => {
+                // An event may have been destroyed before what it marks has run.
+                if let Ok(event) = self.state().event("cuEventRecord", *event) {
+                    event.waiting -= 1;
+                    event.passed = Some(Instant::now());
+                }
+            }
+            Work::Graph(works) => works.iter().for_each(|work| self.run(work)),
+            _ => {
+                // SAFETY: whoever put it in promised that it may run until somebody has waited for it.
+                if let Err(failed) = unsafe { work.run() } {
+                    self.state().fault.get_or_insert(failed);
+                }
+            }
+        }
+    }
+}
+
+/// What it says of itself: the limits of compute capability 9.0, on four multiprocessors.
+fn properties() -> Properties {
+    Properties {
+        name: "Emulated (host)".into(),
+        arch: (9, 0),
+        sm_count: 4,
+        shared_per_block_optin: SHARED_PER_BLOCK,
+        memory_bytes: memory::BYTES,
+        driver_version: (12, 8),
+    }
+}
+
+impl Api for Emulated {
+    fn is_emulated(&self) -> bool {
+        true
+    }
+
+    fn device_count(&self) -> Called<u32> {
+        Ok(1)
+    }
+
+    fn properties(&self, _ordinal: u32) -> Called<Properties> {
+        Ok(properties())
+    }
+
+    fn retain(&self, _ordinal: u32) -> Called<Handle> {
+        Ok(self.state().handle())
+    }
+
+    fn free_memory(&self, _context: Handle) -> Called<usize> {
+        Ok(self.state().memory.free_bytes())
+    }
+
+    fn allocate(&self, _context: Handle, bytes: usize) -> Called<*mut u8> {
+        let mut state = self.state();
+        state.not_in_capture("cuMemAlloc_v2")?;
+        state.memory.allocate(bytes)
+    }
+
+    unsafe fn free(&self, _context: Handle, ptr: *mut u8) -> Called<()> {
+        self.state().not_in_capture("cuMemFree_v2")?;
+        let ran = self.run_waiting();
+        self.state().memory.free(ptr)?;
+        ran
+    }
+
+    fn allocate_pinned(&self, _context: Handle, bytes: usize) -> Called<*mut u8> {
+        let mut state = self.state();
+        state.not_in_capture("cuMemHostAlloc")?;
+        state.memory.allocate_pinned(bytes)
+    }
+
+    unsafe fn free_pinned(&self, _context: Handle, ptr: *mut u8) -> Called<()> {
+        self.state().not_in_capture("cuMemFreeHost")?;
+        let ran = self.run_waiting();
+        self.state().memory.free_pinned(ptr)?;
+        ran
+    }
+
+    unsafe fn copy(
+        &self,
+        _context: Handle,
+        stream: Handle,
+        way: Way,
+        src: *const u8,
+        dst: *mut u8,
+        bytes: usize,
+    ) -> Called<()> {
+        let (call, host) = match way {
+            Way::HostToDevice => ("cuMemcpyHtoDAsync_v2", Some(src)),
+            Way::DeviceToHost => ("cuMemcpyDtoHAsync_v2", Some(dst.cast_const())),
+            Way::DeviceToDevice => ("cuMemcpyDtoDAsync_v2", None),
+        };
+        let (src, dst) = (src as usize, dst as usize);
+        let staged = {
+            let state = self.state();
+            let on_device = match way {
+                Way::HostToDevice => state.memory.holds(dst, bytes),
+                Way::DeviceToHost => state.memory.holds(src, bytes),
+                Way::DeviceToDevice => state.memory.holds(dst, bytes) && state.memory.holds(src, bytes),
+            };
+            if !on_device {
+                return fail(call, INVALID_VALUE);
+            }
+            host.is_some_and(|host| !state.memory.is_pinned(host as usize, bytes))
+        };
+        self.put(call, stream, Work::Copy { way, src, dst, bytes })?;
+        // Memory that is not pinned is staged: the host waits until it was read or written.
+        if staged { self.run_waiting() } else { Ok(()) }
+    }
+
+    unsafe fn copy_peer(
+        &self,
+        context: Handle,
+        stream: Handle,
+        _src_context: Handle,
+        src: *const u8,
+        dst: *mut u8,
+        bytes: usize,
+    ) -> Called<()> {
+        // SAFETY: the caller's; there is one device.
+        unsafe { self.copy(context, stream, Way::DeviceToDevice, src, dst, bytes) }
+    }
+
+    unsafe fn fill(
+        &self,
+        _context: Handle,
+        stream: Handle,
+        dst: *mut u8,
+        value: u8,
+        bytes: usize,
+    ) -> Called<()> {
+        if !self.state().memory.holds(dst as usize, bytes) {
+            return fail("cuMemsetD8Async", INVALID_VALUE);
+        }
+        self.put("cuMemsetD8Async", stream, Work::Fill { dst: dst as usize, value, bytes })
+    }
+
+    fn create_stream(&self, _context: Handle) -> Called<Handle> {
+        let mut state = self.state();
+        let stream = state.handle();
+        state.streams.insert(stream.0 as usize, None);
+        Ok(stream)
+    }
+
+    unsafe fn synchronize_stream(&self, _context: Handle, stream: Handle) -> Called<()> {
+        {
+            let mut state = self.state();
+            state.not_in_capture("cuStreamSynchronize")?;
+            if let Some(id) = state.stream("cuStreamSynchronize", stream)? {
+                state.captures.get_mut(&id).expect("it lasts").broken = true;
+                return fail("cuStreamSynchronize", CAPTURE_UNSUPPORTED);
+            }
+        }
+        self.run_waiting()
+    }
+
+    unsafe fn query_stream(&self, _context: Handle, stream: Handle) -> Called<bool> {
+        {
+            let mut state = self.state();
+            state.not_in_capture("cuStreamQuery")?;
+            state.stream("cuStreamQuery", stream)?;
+            if !state.waiting.iter().any(|(of, _)| *of == stream) {
+                return Ok(true);
+            }
+        }
+        // "Not yet", and by the next time it has run.
+        self.run_waiting()?;
+        Ok(false)
+    }
+
+    unsafe fn call_host(
+        &self,
+        _context: Handle,
+        stream: Handle,
+        call: unsafe extern "C" fn(*mut c_void),
+        data: *mut c_void,
+    ) -> Called<()> {
+        self.put("cuLaunchHostFunc", stream, Work::Call { call, data: Handle(data) })
+    }
+
+    fn create_event(&self, _context: Handle, timed: bool) -> Called<Handle> {
+        let mut state = self.state();
+        let event = state.handle();
+        state.events.insert(event.0 as usize, EventState { timed, ..EventState::default() });
+        Ok(event)
+    }
+
+    unsafe fn destroy_event(&self, _context: Handle, event: Handle) -> Called<()> {
+        match self.state().events.remove(&(event.0 as usize)) {
+            Some(_) => Ok(()),
+            None => fail("cuEventDestroy_v2", INVALID_HANDLE),
+        }
+    }
+
+    unsafe fn record_event(&self, _context: Handle, event: Handle, stream: Handle) -> Called<()> {
+        {
+            let mut state = self.state();
+            let capture = state.stream("cuEventRecord", stream)?;
+            state.event("cuEventRecord", event)?.capture = capture;
+            if capture.is_some() {
+                return Ok(());
+            }
+        }
+        self.put("cuEventRecord", stream, Work::Record { event })
+    }
+
+    unsafe fn query_event(&self, _context: Handle, event: Handle) -> Called<bool> {
+        {
+            let mut state = self.state();
+            state.not_in_capture("cuEventQuery")?;
+            let event = state.event("cuEventQuery", event)?;
+            if event.capture.is_some() {
+                return fail("cuEventQuery", CAPTURED_EVENT);
+            }
+            if event.waiting == 0 {
+                return Ok(true);
+            }
+        }
+        self.run_waiting()?;
+        Ok(false)
+    }
+
+    unsafe fn synchronize_event(&self, _context: Handle, event: Handle) -> Called<()> {
+        {
+            let mut state = self.state();
+            state.not_in_capture("cuEventSynchronize")?;
+            if state.event("cuEventSynchronize", event)?.capture.is_some() {
+                return fail("cuEventSynchronize", CAPTURED_EVENT);
+            }
+        }
+        self.run_waiting()
+    }
+
+    unsafe fn wait_event(&self, _context: Handle, stream: Handle, event: Handle) -> Called<()> {
+        let mut state = self.state();
+        let waits = state.stream("cuStreamWaitEvent", stream)?;
+        let marked = state.event("cuStreamWaitEvent", event)?.capture;
+        match (waits, marked.filter(|id| state.captures.contains_key(id))) {
+            (None, None) => Ok(()),
+            // The stream joins the capture.
+            (None, Some(id)) => {
+                state.streams.insert(stream.0 as usize, Some(id));
+                Ok(())
+            }
+            (Some(a), Some(b)) if a == b => Ok(()),
+            (Some(id), _) => {
+                state.captures.get_mut(&id).expect("it lasts").broken = true;
+                fail("cuStreamWaitEvent", CAPTURE_ISOLATION)
+            }
+        }
+    }
+
+    unsafe fn elapsed(&self, _context: Handle, start: Handle, end: Handle) -> Called<f32> {
+        const CALL: &str = "cuEventElapsedTime";
+        let mut state = self.state();
+        let mut passed = |event| -> Called<Instant> {
+            let event = state.event(CALL, event)?;
+            match event.passed {
+                Some(at) if event.timed && event.waiting == 0 => Ok(at),
+                Some(_) if event.timed => fail(CALL, NOT_READY),
+                _ => fail(CALL, INVALID_HANDLE),
+            }
+        };
+        let (start, end) = (passed(start)?, passed(end)?);
+        Ok(end.saturating_duration_since(start).as_secs_f32() * 1e3)
+    }
+
+    unsafe fn load_module(&self, _context: Handle, image: Image<'_>) -> Called<Handle> {
+        self.state().not_in_capture("cuModuleLoadData")?;
+        let Image::SharedObject(path) = image else { return fail("cuModuleLoadData", INVALID_IMAGE) };
+        // SAFETY: the caller means to run this object's code.
+        let Ok(library) = (unsafe { Library::new(path) }) else {
+            return fail("cuModuleLoadData", INVALID_IMAGE);
+        };
+        let mut state = self.state();
+        let module = state.handle();
+        state.modules.insert(module.0 as usize, Box::leak(Box::new(library)));
+        Ok(module)
+    }
+
+    unsafe fn function(&self, _context: Handle, module: Handle, name: &str, shared: u32) -> Called<Handle> {
+        const CALL: &str = "cuModuleGetFunction";
+        let mut state = self.state();
+        let Some(library) = state.modules.get(&(module.0 as usize)).copied() else {
+            return fail(CALL, INVALID_HANDLE);
+        };
+        // SAFETY: functions of this name have this type, by the contract of `Image::SharedObject`.
+        let Ok(entry) = (unsafe { library.get::<Entry>(format!("{name}__run").as_bytes()) }) else {
+            return fail(CALL, NOT_FOUND);
+        };
+        if shared > SHARED_PER_BLOCK {
+            return fail("cuFuncSetAttribute", INVALID_VALUE);
+        }
+        let kernel = Kernel { entry: *entry, shared: shared.max(SHARED_WITHOUT_ASKING) };
+        let function = state.handle();
+        state.functions.insert(function.0 as usize, kernel);
+        Ok(function)
+    }
+
+    unsafe fn attributes(&self, _context: Handle, function: Handle) -> Called<FunctionAttributes> {
+        self.state().kernel("cuFuncGetAttribute", function)?;
+        Ok(FunctionAttributes {
+            registers: 0,
+            local_bytes: 0,
+            static_shared_bytes: 0,
+            max_threads: MOST_THREADS,
+        })
+    }
+
+    unsafe fn blocks_per_sm(
+        &self,
+        _context: Handle,
+        function: Handle,
+        block: u32,
+        shared: u32,
+    ) -> Called<u32> {
+        const CALL: &str = "cuOccupancyMaxActiveBlocksPerMultiprocessor";
+        let kernel = self.state().kernel(CALL, function)?;
+        if block == 0 {
+            return fail(CALL, INVALID_VALUE);
+        }
+        Ok(u32::from(block <= MOST_THREADS && shared <= kernel.shared))
+    }
+
+    unsafe fn launch(
+        &self,
+        _context: Handle,
+        function: Handle,
+        stream: Handle,
+        launch: Launch,
+        params: *const c_void,
+        bytes: usize,
+    ) -> Called<()> {
+        let kernel = self.state().kernel("cuLaunchKernel", function)?;
+        let Launch { grid: [x, y, z], block, shared } = launch;
+        let grid = (1..=i32::MAX as u32).contains(&x) && (1..=65535).contains(&y) && (1..=65535).contains(&z);
+        if !grid || !(1..=MOST_THREADS).contains(&block) || shared > kernel.shared {
+            return fail("cuLaunchKernel", INVALID_VALUE);
+        }
+        // SAFETY: the caller's: `bytes` bytes are there.
+        let params = unsafe { work::Params::copy(params.cast(), bytes) };
+        self.put("cuLaunchKernel", stream, Work::Launch { entry: kernel.entry, launch, params })
+    }
+
+    unsafe fn begin_capture(&self, _context: Handle, stream: Handle) -> Called<()> {
+        const CALL: &str = "cuStreamBeginCapture_v2";
+        let mut state = self.state();
+        if stream.0.is_null() {
+            return fail(CALL, CAPTURE_UNSUPPORTED);
+        }
+        if state.stream(CALL, stream)?.is_some() {
+            return fail(CALL, ILLEGAL_STATE);
+        }
+        let id = state.handle().0 as usize;
+        let thread = std::thread::current().id();
+        state.captures.insert(id, Capture { origin: stream, thread, work: Vec::new(), broken: false });
+        state.streams.insert(stream.0 as usize, Some(id));
+        Ok(())
+    }
+
+    unsafe fn is_capturing(&self, _context: Handle, stream: Handle) -> Called<bool> {
+        Ok(self.state().stream("cuStreamIsCapturing", stream)?.is_some())
+    }
+
+    unsafe fn end_capture(&self, _context: Handle, stream: Handle) -> Called<(Handle, usize)> {
+        const CALL: &str = "cuStreamEndCapture";
+        let mut state = self.state();
+        let Some(id) = state.stream(CALL, stream)? else { return fail(CALL, ILLEGAL_STATE) };
+        let capture = &state.captures[&id];
+        if capture.origin != stream {
+            return fail(CALL, INVALID_VALUE);
+        }
+        if capture.thread != std::thread::current().id() {
+            return fail(CALL, CAPTURE_WRONG_THREAD);
+        }
+        let capture = state.captures.remove(&id).expect("looked at above");
+        state.streams.values_mut().filter(|of| **of == Some(id)).for_each(|of| *of = None);
+        if capture.broken {
+            return fail(CALL, CAPTURE_INVALIDATED);
+        }
+        let (graph, nodes) = (state.handle(), capture.work.len());
+        state.graphs.insert(graph.0 as usize, Arc::new(capture.work));
+        Ok((graph, nodes))
+    }
+
+    unsafe fn launch_graph(&self, _context: Handle, graph: Handle, stream: Handle) -> Called<()> {
+        let works = self.state().graphs.get(&(graph.0 as usize)).cloned();
+        match works {
+            Some(works) => self.put("cuGraphLaunch", stream, Work::Graph(works)),
+            None => fail("cuGraphLaunch", INVALID_HANDLE),
+        }
+    }
+
+    unsafe fn destroy_graph(&self, _context: Handle, graph: Handle) -> Called<()> {
+        match self.state().graphs.remove(&(graph.0 as usize)) {
+            Some(_) => Ok(()),
+            None => fail("cuGraphExecDestroy", INVALID_HANDLE),
+        }
+    }
+}

@@ -1,0 +1,533 @@
+//! The driver's own calls.
+//!
+//! The binding resolves a symbol when it is first called and ends the process when it is missing; so the library is looked for
+//! and its version read before anything else, and an absent or old driver is an answer. The binding's own errors are never
+//! printed, since printing one asks the driver.
+
+use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::ptr;
+
+use cudarc::driver::sys;
+use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
+use cudarc::driver::sys::CUfunction_attribute_enum as FunctionAttribute;
+
+use super::{Api, Called, Failed, FunctionAttributes, Handle, Image, Launch, OLDEST_DRIVER, Properties, Way};
+use crate::cards::NoCuda;
+
+const INVALID_VALUE: i32 = 1;
+const NO_DEVICE: i32 = 100;
+const INVALID_IMAGE: i32 = 200;
+const NOT_READY: i32 = 600;
+/// Bytes of dynamic shared memory that any kernel may have; more has to be asked for.
+const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
+
+/// The driver, opened and initialised.
+pub(super) struct Real {
+    version: (u32, u32),
+    devices: u32,
+}
+
+/// A call of the binding, with its name for the error.
+macro_rules! call {
+    ($name:ident($($argument:expr),* $(,)?)) => {
+        check(stringify!($name), sys::$name($($argument),*))
+    };
+}
+
+fn check(call: &'static str, result: sys::CUresult) -> Called<()> {
+    match result as i32 {
+        0 => Ok(()),
+        code => Err(Failed { call, code }),
+    }
+}
+
+/// The answer of a query, whose "not yet" is no failure.
+fn answered(result: Called<()>) -> Called<bool> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(failed) if failed.code == NOT_READY => Ok(false),
+        Err(failed) => Err(failed),
+    }
+}
+
+/// Makes calls in a context, and leaves the thread's own as it was, if it had another.
+fn within<T>(context: Handle, calls: impl FnOnce() -> Called<T>) -> Called<T> {
+    let context: sys::CUcontext = context.0.cast();
+    let mut current: sys::CUcontext = ptr::null_mut();
+    // SAFETY: writes one handle.
+    unsafe { call!(cuCtxGetCurrent(&mut current)) }?;
+    if current == context {
+        return calls();
+    }
+    // SAFETY: a primary context, retained for as long as the process lives.
+    unsafe { call!(cuCtxSetCurrent(context)) }?;
+    let result = calls();
+    if !current.is_null() {
+        // SAFETY: it was current a moment ago.
+        unsafe { call!(cuCtxSetCurrent(current)) }?;
+    }
+    result
+}
+
+fn address(ptr: *const u8) -> sys::CUdeviceptr {
+    ptr as usize as sys::CUdeviceptr
+}
+
+impl Real {
+    /// Opens the driver once a process.
+    ///
+    /// # Errors
+    /// [`NoCuda`]: no driver, one that does not work, or one that is too old.
+    pub(super) fn open() -> Result<&'static Real, NoCuda> {
+        // Each step is asked of the library itself first, by name; the binding would panic where one is missing.
+        let driver = super::super::driver::ask_driver()?;
+        // SAFETY: opens the driver's library, which was opened a moment ago.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(NoCuda::NoDriver { tried: "libcuda.so".into() });
+        }
+        let found = driver.version;
+        if found.0 * 1000 + found.1 * 10 < OLDEST_DRIVER {
+            return Err(NoCuda::TooOld { found, needed: (OLDEST_DRIVER / 1000, OLDEST_DRIVER % 1000 / 10) });
+        }
+        // SAFETY: takes flags, of which 0 is the only value.
+        match unsafe { call!(cuInit(0)) } {
+            Ok(()) => {}
+            Err(failed) if failed.code == NO_DEVICE => {}
+            Err(failed) => return Err(NoCuda::Broken { call: failed.call, code: Some(failed.code) }),
+        }
+        let version = (found.0 as u32, found.1 as u32);
+        Ok(Box::leak(Box::new(Real { version, devices: driver.cards.len() as u32 })))
+    }
+}
+
+fn device(ordinal: u32) -> Called<sys::CUdevice> {
+    let mut device = 0;
+    // SAFETY: writes one value.
+    unsafe { call!(cuDeviceGet(&mut device, ordinal as c_int)) }?;
+    Ok(device)
+}
+
+impl Api for Real {
+    fn is_emulated(&self) -> bool {
+        false
+    }
+
+    fn device_count(&self) -> Called<u32> {
+        Ok(self.devices)
+    }
+
+    fn properties(&self, ordinal: u32) -> Called<Properties> {
+        let device = device(ordinal)?;
+        let attribute = |attribute| {
+            let mut value = 0;
+            // SAFETY: writes one value.
+            unsafe { call!(cuDeviceGetAttribute(&mut value, attribute, device)) }?;
+            Ok(value as u32)
+        };
+        let mut text = [0 as c_char; 256];
+        let mut memory_bytes = 0;
+        // SAFETY: writes at most 256 characters, and one value.
+        unsafe {
+            call!(cuDeviceGetName(text.as_mut_ptr(), text.len() as c_int, device))?;
+            call!(cuDeviceTotalMem_v2(&mut memory_bytes, device))?;
+        }
+        let name: Vec<u8> = text.iter().take_while(|&&c| c != 0).map(|&c| c as u8).collect();
+        Ok(Properties {
+            name: String::from_utf8_lossy(&name).into_owned(),
+            arch: (
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            sm_count: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared_per_block_optin: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            )?,
+            memory_bytes,
+            driver_version: self.version,
+        })
+    }
+
+    fn retain(&self, ordinal: u32) -> Called<Handle> {
+        let device = device(ordinal)?;
+        let mut context: sys::CUcontext = ptr::null_mut();
+        // SAFETY: writes one handle. It is never released: other libraries of the process share it.
+        unsafe { call!(cuDevicePrimaryCtxRetain(&mut context, device)) }?;
+        Ok(Handle(context.cast()))
+    }
+
+    fn free_memory(&self, context: Handle) -> Called<usize> {
+        within(context, || {
+            let (mut free, mut total) = (0, 0);
+            // SAFETY: writes two values.
+            unsafe { call!(cuMemGetInfo_v2(&mut free, &mut total)) }?;
+            Ok(free)
+        })
+    }
+
+    fn allocate(&self, context: Handle, bytes: usize) -> Called<*mut u8> {
+        within(context, || {
+            let mut ptr: sys::CUdeviceptr = 0;
+            // SAFETY: writes one address.
+            unsafe { call!(cuMemAlloc_v2(&mut ptr, bytes)) }?;
+            Ok(ptr as usize as *mut u8)
+        })
+    }
+
+    unsafe fn free(&self, context: Handle, ptr: *mut u8) -> Called<()> {
+        // SAFETY: the caller's; the driver waits for work that is under way.
+        within(context, || unsafe { call!(cuMemFree_v2(address(ptr))) })
+    }
+
+    fn allocate_pinned(&self, context: Handle, bytes: usize) -> Called<*mut u8> {
+        within(context, || {
+            let mut ptr: *mut c_void = ptr::null_mut();
+            // Not write-combined: the processor reads it too.
+            // SAFETY: writes one address.
+            unsafe { call!(cuMemHostAlloc(&mut ptr, bytes, sys::CU_MEMHOSTALLOC_PORTABLE)) }?;
+            Ok(ptr.cast())
+        })
+    }
+
+    unsafe fn free_pinned(&self, context: Handle, ptr: *mut u8) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuMemFreeHost(ptr.cast())) })
+    }
+
+    unsafe fn copy(
+        &self,
+        context: Handle,
+        stream: Handle,
+        way: Way,
+        src: *const u8,
+        dst: *mut u8,
+        bytes: usize,
+    ) -> Called<()> {
+        let stream = stream.0.cast();
+        // SAFETY: the caller's.
+        within(context, || unsafe {
+            match way {
+                Way::HostToDevice => call!(cuMemcpyHtoDAsync_v2(address(dst), src.cast(), bytes, stream)),
+                Way::DeviceToHost => call!(cuMemcpyDtoHAsync_v2(dst.cast(), address(src), bytes, stream)),
+                Way::DeviceToDevice => call!(cuMemcpyDtoDAsync_v2(address(dst), address(src), bytes, stream)),
+            }
+        })
+    }
+
+    unsafe fn copy_peer(
+        &self,
+        context: Handle,
+        stream: Handle,
+        src_context: Handle,
+        src: *const u8,
+        dst: *mut u8,
+        bytes: usize,
+    ) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe {
+            call!(cuMemcpyPeerAsync(
+                address(dst),
+                context.0.cast(),
+                address(src),
+                src_context.0.cast(),
+                bytes,
+                stream.0.cast(),
+            ))
+        })
+    }
+
+    unsafe fn fill(
+        &self,
+        context: Handle,
+        stream: Handle,
+        dst: *mut u8,
+        value: u8,
+        bytes: usize,
+    ) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuMemsetD8Async(address(dst), value, bytes, stream.0.cast())) })
+    }
+
+    fn create_stream(&self, context: Handle) -> Called<Handle> {
+        within(context, || {
+            let mut stream: sys::CUstream = ptr::null_mut();
+            let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as c_uint;
+            // SAFETY: writes one handle.
+            unsafe { call!(cuStreamCreate(&mut stream, flags)) }?;
+            Ok(Handle(stream.cast()))
+        })
+    }
+
+    unsafe fn synchronize_stream(&self, context: Handle, stream: Handle) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuStreamSynchronize(stream.0.cast())) })
+    }
+
+    unsafe fn query_stream(&self, context: Handle, stream: Handle) -> Called<bool> {
+        // SAFETY: the caller's.
+        answered(within(context, || unsafe { call!(cuStreamQuery(stream.0.cast())) }))
+    }
+
+    unsafe fn call_host(
+        &self,
+        context: Handle,
+        stream: Handle,
+        call: unsafe extern "C" fn(*mut c_void),
+        data: *mut c_void,
+    ) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuLaunchHostFunc(stream.0.cast(), Some(call), data)) })
+    }
+
+    fn create_event(&self, context: Handle, timed: bool) -> Called<Handle> {
+        use sys::CUevent_flags_enum as Flags;
+        let flags = if timed { Flags::CU_EVENT_DEFAULT } else { Flags::CU_EVENT_DISABLE_TIMING };
+        within(context, || {
+            let mut event: sys::CUevent = ptr::null_mut();
+            // SAFETY: writes one handle.
+            unsafe { call!(cuEventCreate(&mut event, flags as c_uint)) }?;
+            Ok(Handle(event.cast()))
+        })
+    }
+
+    unsafe fn destroy_event(&self, context: Handle, event: Handle) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuEventDestroy_v2(event.0.cast())) })
+    }
+
+    unsafe fn record_event(&self, context: Handle, event: Handle, stream: Handle) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuEventRecord(event.0.cast(), stream.0.cast())) })
+    }
+
+    unsafe fn query_event(&self, context: Handle, event: Handle) -> Called<bool> {
+        // SAFETY: the caller's.
+        answered(within(context, || unsafe { call!(cuEventQuery(event.0.cast())) }))
+    }
+
+    unsafe fn synchronize_event(&self, context: Handle, event: Handle) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuEventSynchronize(event.0.cast())) })
+    }
+
+    unsafe fn wait_event(&self, context: Handle, stream: Handle, event: Handle) -> Called<()> {
+        // SAFETY: the caller's; 0 is the only value of the flags here.
+        within(context, || unsafe { call!(cuStreamWaitEvent(stream.0.cast(), event.0.cast(), 0)) })
+    }
+
+    unsafe fn elapsed(&self, context: Handle, start: Handle, end: Handle) -> Called<f32> {
+        within(context, || {
+            let mut milliseconds = 0.0;
+            // SAFETY: the caller's; writes one value.
+            unsafe { call!(cuEventElapsedTime(&mut milliseconds, start.0.cast(), end.0.cast())) }?;
+            Ok(milliseconds)
+        })
+    }
+
+    unsafe fn load_module(&self, context: Handle, image: Image<'_>) -> Called<Handle> {
+        let Image::Cubin(bytes) = image else {
+            return Err(Failed { call: "cuModuleLoadData", code: INVALID_IMAGE });
+        };
+        // The driver finds the end of an image by its own header. A buffer cut short would be read past its end, so nothing
+        // that is not an ELF file whose sections lie inside is handed over.
+        if !elf_lies_inside(bytes) {
+            return Err(Failed { call: "cuModuleLoadData", code: INVALID_IMAGE });
+        }
+        within(context, || {
+            let mut module: sys::CUmodule = ptr::null_mut();
+            // SAFETY: a whole ELF image; writes one handle. The driver copies what it keeps.
+            unsafe { call!(cuModuleLoadData(&mut module, bytes.as_ptr().cast())) }?;
+            Ok(Handle(module.cast()))
+        })
+    }
+
+    unsafe fn function(&self, context: Handle, module: Handle, name: &str, shared: u32) -> Called<Handle> {
+        let Ok(name) = CString::new(name) else {
+            return Err(Failed { call: "cuModuleGetFunction", code: INVALID_VALUE });
+        };
+        within(context, || {
+            let mut function: sys::CUfunction = ptr::null_mut();
+            // SAFETY: the module is the caller's; the name ends with a zero; writes one handle.
+            unsafe { call!(cuModuleGetFunction(&mut function, module.0.cast(), name.as_ptr())) }?;
+            if shared > SHARED_WITHOUT_ASKING {
+                let most = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                // SAFETY: the function was just found.
+                unsafe { call!(cuFuncSetAttribute(function, most, shared as c_int)) }?;
+            }
+            Ok(Handle(function.cast()))
+        })
+    }
+
+    unsafe fn attributes(&self, context: Handle, function: Handle) -> Called<FunctionAttributes> {
+        within(context, || {
+            let attribute = |attribute| {
+                let mut value = 0;
+                // SAFETY: the function is the caller's; writes one value.
+                unsafe { call!(cuFuncGetAttribute(&mut value, attribute, function.0.cast())) }?;
+                Ok(value as u32)
+            };
+            Ok(FunctionAttributes {
+                registers: attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
+                local_bytes: attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
+                static_shared_bytes: attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
+                max_threads: attribute(FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
+            })
+        })
+    }
+
+    unsafe fn blocks_per_sm(
+        &self,
+        context: Handle,
+        function: Handle,
+        block: u32,
+        shared: u32,
+    ) -> Called<u32> {
+        within(context, || {
+            let mut blocks = 0;
+            // SAFETY: the function is the caller's; writes one value.
+            unsafe {
+                call!(cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                    &mut blocks,
+                    function.0.cast(),
+                    block as c_int,
+                    shared as usize,
+                ))
+            }?;
+            Ok(blocks as u32)
+        })
+    }
+
+    unsafe fn launch(
+        &self,
+        context: Handle,
+        function: Handle,
+        stream: Handle,
+        launch: Launch,
+        params: *const c_void,
+        _bytes: usize,
+    ) -> Called<()> {
+        // The driver copies the parameter at the call, as many bytes as the kernel was compiled for.
+        let mut arguments = [params.cast_mut()];
+        let [x, y, z] = launch.grid;
+        // SAFETY: the caller's; the one argument is read before the call returns.
+        within(context, || unsafe {
+            call!(cuLaunchKernel(
+                function.0.cast(),
+                x,
+                y,
+                z,
+                launch.block,
+                1,
+                1,
+                launch.shared,
+                stream.0.cast(),
+                arguments.as_mut_ptr(),
+                ptr::null_mut(),
+            ))
+        })
+    }
+
+    unsafe fn begin_capture(&self, context: Handle, stream: Handle) -> Called<()> {
+        // Of the thread alone: another may allocate meanwhile.
+        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuStreamBeginCapture_v2(stream.0.cast(), mode)) })
+    }
+
+    unsafe fn is_capturing(&self, context: Handle, stream: Handle) -> Called<bool> {
+        use sys::CUstreamCaptureStatus_enum as Status;
+        within(context, || {
+            let mut status = Status::CU_STREAM_CAPTURE_STATUS_NONE;
+            // SAFETY: the stream is the caller's; writes one value.
+            unsafe { call!(cuStreamIsCapturing(stream.0.cast(), &mut status)) }?;
+            Ok(status != Status::CU_STREAM_CAPTURE_STATUS_NONE)
+        })
+    }
+
+    unsafe fn end_capture(&self, context: Handle, stream: Handle) -> Called<(Handle, usize)> {
+        within(context, || {
+            let mut graph: sys::CUgraph = ptr::null_mut();
+            // SAFETY: the caller's; writes one handle.
+            unsafe { call!(cuStreamEndCapture(stream.0.cast(), &mut graph)) }?;
+            let (mut executable, mut nodes): (sys::CUgraphExec, usize) = (ptr::null_mut(), 0);
+            // SAFETY: the graph was just made; a null list of nodes asks for their number.
+            let made = unsafe {
+                call!(cuGraphGetNodes(graph, ptr::null_mut(), &mut nodes))
+                    .and_then(|()| call!(cuGraphInstantiateWithFlags(&mut executable, graph, 0)))
+            };
+            // SAFETY: the graph was just made, and what it was instantiated to does not need it.
+            let destroyed = unsafe { call!(cuGraphDestroy(graph)) };
+            made?;
+            // SAFETY: it was just made; both paths leave the caller nothing.
+            let ready = destroyed.and_then(|()| unsafe { call!(cuGraphUpload(executable, stream.0.cast())) });
+            if let Err(failed) = ready {
+                // SAFETY: made above, and handed to nobody.
+                unsafe { call!(cuGraphExecDestroy(executable)) }?;
+                return Err(failed);
+            }
+            Ok((Handle(executable.cast()), nodes))
+        })
+    }
+
+    unsafe fn launch_graph(&self, context: Handle, graph: Handle, stream: Handle) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuGraphLaunch(graph.0.cast(), stream.0.cast())) })
+    }
+
+    unsafe fn destroy_graph(&self, context: Handle, graph: Handle) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuGraphExecDestroy(graph.0.cast())) })
+    }
+}
+
+/// Whether `bytes` hold a 64-bit little-endian ELF file with all of its headers and sections.
+fn elf_lies_inside(bytes: &[u8]) -> bool {
+    let number = |at: usize, width: usize| -> Option<usize> {
+        let field = bytes.get(at..at.checked_add(width)?)?;
+        Some(field.iter().rev().fold(0usize, |n, &byte| n << 8 | usize::from(byte)))
+    };
+    let inside = |start: usize, len: usize| start.checked_add(len).is_some_and(|end| end <= bytes.len());
+    let sections = || -> Option<bool> {
+        let (programs, program_size, program_count) = (number(0x20, 8)?, number(0x36, 2)?, number(0x38, 2)?);
+        let (table, size, count) = (number(0x28, 8)?, number(0x3a, 2)?, number(0x3c, 2)?);
+        if !inside(programs, program_size * program_count) || !inside(table, size * count) || count == 0 {
+            return Some(false);
+        }
+        for section in 0..count {
+            let at = table + section * size;
+            let (kind, start, len) = (number(at + 4, 4)?, number(at + 0x18, 8)?, number(at + 0x20, 8)?);
+            const NO_BITS: usize = 8;
+            if kind != NO_BITS && !inside(start, len) {
+                return Some(false);
+            }
+        }
+        Some(true)
+    };
+    bytes.starts_with(b"\x7fELF\x02\x01") && sections().unwrap_or(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_cut_short_is_refused() {
+        // Any ELF file will do; this program is one.
+        let whole = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+        if !whole.starts_with(b"\x7fELF") {
+            return;
+        }
+        assert!(elf_lies_inside(&whole));
+        for cut in [0, 1, 5, 63, 64, whole.len() / 2, whole.len() - 64] {
+            assert!(!elf_lies_inside(&whole[..cut]), "{cut} bytes of {}", whole.len());
+        }
+        assert!(!elf_lies_inside(&[0; 4096]));
+    }
+
+    #[test]
+    fn f37_opening_the_driver_is_an_answer_not_a_panic() {
+        match Real::open() {
+            Ok(real) => assert!(real.version.0 >= 12),
+            Err(why) => assert!(why.to_string().contains("CUDA"), "{why}"),
+        }
+    }
+}

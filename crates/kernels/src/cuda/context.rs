@@ -1,0 +1,200 @@
+//! A device in use: its primary context, kept for as long as the process lives.
+
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use super::api::{Api, Called, Failed, Handle, Properties, api};
+use crate::buffer::MOST_DEVICES;
+use crate::cards::NoCuda;
+use crate::{Device, Error, Result};
+
+const OUT_OF_MEMORY: i32 = 2;
+
+/// A device that this process uses. It is the primary context, so that memory and streams of other libraries work in it.
+pub struct Context {
+    device: Device,
+    api: &'static dyn Api,
+    raw: Handle,
+    properties: Properties,
+    /// For what is done outside of any caller's stream: clearing new memory.
+    service: Handle,
+    /// Streams that were given back, for whoever asks next.
+    idle: Mutex<Vec<Handle>>,
+    /// What went wrong where nobody could be told, and how often.
+    noted: Mutex<Option<Failed>>,
+    notes: AtomicUsize,
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.device, self.properties.name)
+    }
+}
+
+static CONTEXTS: [OnceLock<&'static Context>; MOST_DEVICES] = [const { OnceLock::new() }; MOST_DEVICES];
+/// Held while a context is made, so that each is made once.
+static MAKING: Mutex<()> = Mutex::new(());
+
+impl Context {
+    /// The context of a device, made at its first use. Later calls are a lookup.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] for the CPU, and where there is no such card or no driver that works; it says what would help.
+    pub fn of(device: Device) -> Result<&'static Context> {
+        let no = |why: String| Error::NoDevice { device, why };
+        let Device::Cuda(ordinal) = device else { return Err(no("it is no CUDA device".into())) };
+        let Some(slot) = CONTEXTS.get(ordinal as usize) else {
+            return Err(no(format!("a CUDA device's number is below {MOST_DEVICES}")));
+        };
+        if let Some(context) = slot.get() {
+            return Ok(context);
+        }
+        let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(context) = slot.get() {
+            return Ok(context);
+        }
+        let api = api().map_err(|why: NoCuda| no(why.to_string()))?;
+        let failed = |failed: Failed| Error::Cuda { device, call: failed.call, code: failed.code };
+        let count = api.device_count().map_err(failed)?;
+        if ordinal >= count {
+            return Err(no(match count {
+                0 => "the CUDA driver sees no card".into(),
+                1 => "there is one card, cuda:0".into(),
+                n => format!("there are {n} cards, cuda:0 to cuda:{}", n - 1),
+            }));
+        }
+        let properties = api.properties(ordinal).map_err(failed)?;
+        let raw = api.retain(ordinal).map_err(failed)?;
+        let service = api.create_stream(raw).map_err(failed)?;
+        let context = Box::leak(Box::new(Context {
+            device,
+            api,
+            raw,
+            properties,
+            service,
+            idle: Mutex::new(Vec::new()),
+            noted: Mutex::new(None),
+            notes: AtomicUsize::new(0),
+        }));
+        Ok(slot.get_or_init(|| context))
+    }
+
+    /// The device.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.properties.name
+    }
+
+    /// Its compute capability: (9, 0) is `sm_90`.
+    pub fn arch(&self) -> (u32, u32) {
+        self.properties.arch
+    }
+
+    /// Its multiprocessors.
+    pub fn sm_count(&self) -> u32 {
+        self.properties.sm_count
+    }
+
+    /// Bytes of shared memory that a block may ask for.
+    pub fn shared_per_block_optin(&self) -> u32 {
+        self.properties.shared_per_block_optin
+    }
+
+    /// Bytes of its memory.
+    pub fn memory_bytes(&self) -> usize {
+        self.properties.memory_bytes
+    }
+
+    /// The newest CUDA version that the driver serves, as (major, minor).
+    pub fn driver_version(&self) -> (u32, u32) {
+        self.properties.driver_version
+    }
+
+    /// Whether it is the emulated device.
+    pub fn is_emulated(&self) -> bool {
+        self.api.is_emulated()
+    }
+
+    /// Bytes of its memory that are free now.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn free_memory(&self) -> Result<usize> {
+        self.ask(|api, raw| api.free_memory(raw))
+    }
+
+    /// What went wrong in a place that could tell nobody, such as freeing memory: the first such error since the last call.
+    ///
+    /// # Errors
+    /// That error.
+    pub fn check(&self) -> Result<()> {
+        match self.noted.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(failed) => Err(self.error(failed)),
+            None => Ok(()),
+        }
+    }
+
+    /// How many such errors there have been since the process started.
+    pub fn noted_errors(&self) -> usize {
+        self.notes.load(Ordering::Relaxed)
+    }
+
+    /// Makes calls in this context.
+    pub(super) fn ask<T>(&self, calls: impl FnOnce(&'static dyn Api, Handle) -> Called<T>) -> Result<T> {
+        calls(self.api, self.raw).map_err(|failed| self.error(failed))
+    }
+
+    /// Makes calls where nobody can be told of an error; it is noted.
+    pub(super) fn ask_or_note(&self, calls: impl FnOnce(&'static dyn Api, Handle) -> Called<()>) {
+        if let Err(failed) = calls(self.api, self.raw) {
+            self.notes.fetch_add(1, Ordering::Relaxed);
+            self.noted.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failed);
+        }
+    }
+
+    /// Asks for memory: that there is none is an error of its own.
+    pub(super) fn ask_for_memory<T>(
+        &self,
+        bytes: usize,
+        calls: impl FnOnce(&'static dyn Api, Handle) -> Called<T>,
+    ) -> Result<T> {
+        calls(self.api, self.raw).map_err(|failed| match failed.code {
+            OUT_OF_MEMORY => self.out_of_memory(bytes),
+            _ => self.error(failed),
+        })
+    }
+
+    pub(super) fn out_of_memory(&self, bytes: usize) -> Error {
+        Error::OutOfMemory { bytes, device: self.device, free: self.free_memory().ok() }
+    }
+
+    pub(super) fn error(&self, failed: Failed) -> Error {
+        Error::Cuda { device: self.device, call: failed.call, code: failed.code }
+    }
+
+    pub(super) fn raw(&self) -> Handle {
+        self.raw
+    }
+
+    pub(super) fn service(&self) -> Handle {
+        self.service
+    }
+
+    /// A stream that was given back, or a new one.
+    pub(super) fn take_stream(&self) -> Result<Handle> {
+        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        match idle {
+            Some(stream) => Ok(stream),
+            None => self.ask(|api, raw| api.create_stream(raw)),
+        }
+    }
+
+    pub(super) fn give_back_stream(&self, stream: Handle) {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(stream);
+    }
+}

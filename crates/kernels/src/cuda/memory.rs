@@ -1,0 +1,93 @@
+//! Memory that the driver gives: a device's own, and the host's pinned for it. [`Buffer`](crate::Buffer) owns it.
+
+use std::ptr::NonNull;
+
+use super::Context;
+use crate::{Device, Result};
+
+/// Zeroed memory of the driver, given back when dropped.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    context: &'static Context,
+    ptr: NonNull<u8>,
+    pinned: bool,
+}
+
+impl Memory {
+    /// `bytes` zero bytes of a device. It may be used on any stream at once.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory), [`Error::NoDevice`](crate::Error::NoDevice) or
+    /// [`Error::Cuda`](crate::Error::Cuda); in a capture of this thread always.
+    pub(crate) fn on_device(device: Device, bytes: usize) -> Result<Memory> {
+        let context = Context::of(device)?;
+        // A driver rounds up, and some answer a size beyond all memory with another code than that of no memory.
+        if bytes > context.memory_bytes() {
+            return Err(context.out_of_memory(bytes));
+        }
+        let bytes = bytes.max(1);
+        let ptr = context.ask_for_memory(bytes, |api, raw| api.allocate(raw, bytes))?;
+        let ptr = NonNull::new(ptr).ok_or_else(|| context.out_of_memory(bytes))?;
+        let memory = Memory { context, ptr, pinned: false };
+        // A stream of its own: clearing new memory waits for nobody's work.
+        let service = context.service();
+        // SAFETY: the bytes were just allocated, and are nobody else's until the stream has passed.
+        context.ask(|api, raw| unsafe {
+            api.fill(raw, service, ptr.as_ptr(), 0, bytes)?;
+            api.synchronize_stream(raw, service)
+        })?;
+        Ok(memory)
+    }
+
+    /// `bytes` zero bytes of the host, which `device` reads and writes by itself.
+    ///
+    /// # Errors
+    /// As [`Memory::on_device`].
+    pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Memory> {
+        let context = Context::of(device)?;
+        let bytes = bytes.max(1);
+        let refused = || crate::Error::OutOfMemory { bytes, device: Device::Cpu, free: None };
+        if bytes > isize::MAX as usize {
+            return Err(refused());
+        }
+        let ptr = context.ask_for_memory(bytes, |api, raw| api.allocate_pinned(raw, bytes));
+        let ptr = ptr.map_err(|error| match error {
+            // Pinned memory is the host's.
+            crate::Error::OutOfMemory { .. } => refused(),
+            other => other,
+        })?;
+        let ptr = NonNull::new(ptr).ok_or_else(refused)?;
+        // SAFETY: the bytes were just allocated.
+        unsafe { ptr.as_ptr().write_bytes(0, bytes) };
+        Ok(Memory { context, ptr, pinned: true })
+    }
+
+    pub(crate) fn ptr(&self) -> NonNull<u8> {
+        self.ptr
+    }
+
+    /// Where views of it are.
+    pub(crate) fn device(&self) -> Device {
+        if self.pinned { Device::Cpu } else { self.context.device() }
+    }
+
+    /// The device that it is pinned for.
+    pub(crate) fn pinned_for(&self) -> Option<Device> {
+        self.pinned.then(|| self.context.device())
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let (ptr, pinned) = (self.ptr.as_ptr(), self.pinned);
+        // SAFETY: allocated by this value, and freed once. Both calls wait for work that is under way.
+        self.context.ask_or_note(|api, raw| unsafe {
+            if pinned { api.free_pinned(raw, ptr) } else { api.free(raw, ptr) }
+        });
+    }
+}
+
+// SAFETY: plain bytes that this value owns, as those of a `Vec<u8>`.
+unsafe impl Send for Memory {}
+// SAFETY: a shared reference gives its address alone.
+unsafe impl Sync for Memory {}
