@@ -82,6 +82,8 @@ DEVICE float ex2(float v) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
     return r;
 }
+// The larger of two; of a NaN and a number, the number.
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 DEVICE float lg2(float v) {
     float r;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
