@@ -121,10 +121,19 @@ mod tests {
 
     #[test]
     fn f37_no_driver_is_an_answer_not_a_panic() {
-        match driver() {
+        match ask_driver() {
             Ok(driver) => assert!(driver.version.0 > 0, "{driver:?}"),
             Err(why) => assert!(why.to_string().contains("CUDA"), "{why}"),
         }
+    }
+
+    #[cfg(feature = "emulator")]
+    #[test]
+    fn the_emulated_device_stands_in_for_a_card() {
+        assert!(crate::cuda::emulate());
+        let driver = driver().unwrap();
+        assert_eq!((driver.version, driver.cards.len()), ((12, 8), 1));
+        assert_eq!((driver.cards[0].ordinal, driver.cards[0].compute_capability), (0, (9, 0)));
     }
 
     #[test]
