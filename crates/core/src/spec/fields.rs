@@ -149,6 +149,28 @@ impl<'a> Fields<'a> {
         self.keep(node, word(node, words)).unwrap_or(default)
     }
 
+    /// One of a few words, or a list of 1 to `most` of them; none when the key is not there.
+    pub fn words<T: Copy>(&mut self, key: &'static str, most: usize, words: &[(&str, T)]) -> Vec<T> {
+        let Some(node) = self.value(key) else { return Vec::new() };
+        let items = match node.scalar() {
+            Some(_) => std::slice::from_ref(node),
+            None => self.list(node, "words", most).unwrap_or_default(),
+        };
+        items.iter().filter_map(|item| self.keep(item, word(item, words))).collect()
+    }
+
+    /// A list of numbers, at least one and at most `most`; nothing when the key is not there.
+    pub fn numbers_opt(
+        &mut self,
+        key: &'static str,
+        range: RangeInclusive<f64>,
+        most: usize,
+    ) -> Option<Vec<f64>> {
+        let node = self.value(key)?;
+        let items = self.list(node, "numbers", most)?;
+        items.iter().map(|item| self.keep(item, scalar::real(item, &range))).collect()
+    }
+
     /// A list of whole numbers, at least one and at most `most`; nothing when the key is not there.
     pub fn counts_opt(
         &mut self,

@@ -27,6 +27,11 @@ pub enum ScoreMod<'a> {
         /// `c`, above 0.
         f64,
     ),
+    /// Several, one after another.
+    Chain(
+        /// In their order.
+        &'a [ScoreMod<'a>],
+    ),
 }
 
 /// Everything that [`flex`] reads. `B` batches, `L` queries, `M` keys.
@@ -75,18 +80,7 @@ pub fn flex<Q: Real, E: Real>(p: &Flex<'_, Q, E>) -> Result<Attended> {
     arrays::product("o", &[b, h_q, l.max(1), dv.max(1)])?;
     arrays::finite("sm_scale", p.sm_scale)?;
     whole_blocks(p.written, p.block_size)?;
-    match p.score_mod {
-        ScoreMod::Alibi { slopes } => arrays::length("alibi_slopes", slopes, &[h_q])?,
-        ScoreMod::RelBias { table, window } => {
-            let width = window.saturating_mul(2).saturating_add(1);
-            arrays::length("rel_bias", table, &[h_q, width])?;
-        }
-        ScoreMod::SoftCap(cap) if !(cap.is_finite() && cap > 0.0) => {
-            let why = "must be a finite number above 0".into();
-            return Err(Error::Parameter { name: "soft_cap", why, got: cap.to_string() });
-        }
-        ScoreMod::None | ScoreMod::Causal | ScoreMod::SoftCap(_) => {}
-    }
+    check_mod(p.score_mod, h_q)?;
 
     let mut out = Attended { o: vec![0.0; b * h_q * l * dv], lse: vec![f64::NEG_INFINITY; b * h_q * l] };
     let written: Vec<usize> = (0..m).filter(|&j| p.written[j] != 0).collect();
@@ -115,6 +109,22 @@ pub fn flex<Q: Real, E: Real>(p: &Flex<'_, Q, E>) -> Result<Attended> {
     Ok(out)
 }
 
+fn check_mod(score_mod: ScoreMod<'_>, heads: usize) -> Result<()> {
+    match score_mod {
+        ScoreMod::Alibi { slopes } => arrays::length("alibi_slopes", slopes, &[heads]),
+        ScoreMod::RelBias { table, window } => {
+            let width = window.saturating_mul(2).saturating_add(1);
+            arrays::length("rel_bias", table, &[heads, width])
+        }
+        ScoreMod::SoftCap(cap) if !(cap.is_finite() && cap > 0.0) => {
+            let why = "must be a finite number above 0".into();
+            Err(Error::Parameter { name: "soft_cap", why, got: cap.to_string() })
+        }
+        ScoreMod::Chain(mods) => mods.iter().try_for_each(|&one| check_mod(one, heads)),
+        ScoreMod::None | ScoreMod::Causal | ScoreMod::SoftCap(_) => Ok(()),
+    }
+}
+
 /// The score after the mod; `None` when the mod drops the key.
 fn modified(score_mod: ScoreMod<'_>, s: f64, head: usize, d: i64) -> Option<f64> {
     Some(match score_mod {
@@ -127,6 +137,7 @@ fn modified(score_mod: ScoreMod<'_>, s: f64, head: usize, d: i64) -> Option<f64>
             s + f64::from(table[head * (2 * window + 1) + (d.clamp(-w, w) + w) as usize])
         }
         ScoreMod::SoftCap(cap) => cap * (s / cap).tanh(),
+        ScoreMod::Chain(mods) => return mods.iter().try_fold(s, |s, &one| modified(one, s, head, d)),
     })
 }
 
@@ -198,6 +209,12 @@ mod tests {
         assert!((lse - (1.0 + 2.0 * 7f64.exp()).ln()).abs() < 1e-14);
         assert!(counted(1, &[1; 3], ScoreMod::RelBias { table: &table, window: 2 }, 0).is_err());
         assert!(counted(1, &[1; 3], ScoreMod::SoftCap(0.0), 0).is_err());
+        // Position 2 sees keys 0, 1 and 2 at biases -2, -1 and 0, capped after.
+        let chain = [ScoreMod::Alibi { slopes: &[1.0] }, ScoreMod::SoftCap(0.5), ScoreMod::Causal];
+        let lse = counted(1, &[1; 4], ScoreMod::Chain(&chain), 2).unwrap().lse[0];
+        let capped = |s: f64| (0.5 * (s / 0.5).tanh()).exp();
+        assert!((lse - (capped(-2.0) + capped(-1.0) + 1.0).ln()).abs() < 1e-14);
+        assert!(counted(1, &[1; 3], ScoreMod::Chain(&[ScoreMod::SoftCap(0.0)]), 0).is_err());
     }
 
     #[test]
