@@ -33,7 +33,9 @@ mod run;
 
 pub use call::{FlexArgs, flex_attention_masked};
 pub use manager::{FlexAttention, FlexFactory, FlexOptions, MaskChoice, ScoreChoice, workspace_bound};
-pub use mask::{BLOCK, BlockMask, Edited, KvBlocks, MaskRule, MaskShape, make_block_mask};
+pub use mask::{
+    BLOCK, BlockMask, Edited, KvBlocks, MOST_RULES, MaskMods, MaskRule, MaskShape, Rules, make_block_mask,
+};
 pub use mstar_kernels::flex::{CudaSnippet, Geometry, MaskFn, ScoreFn, ScoreMod, TileRow, UserMask, UserMod};
 pub use mstar_kernels::plan::{Planned, Workspace};
 pub use mstar_kernels::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};

@@ -64,7 +64,7 @@ pub fn run_in(
 ) -> Result<()> {
     let Inputs { q, k, v, scale, score_mods } = inputs;
     let Outputs { o, lse, max_scores } = outputs;
-    let rule = plan.rule().mask_mod();
+    let rule = plan.rule().mask_mods();
     let params = AttendParams {
         work: plan.work(),
         q,
@@ -73,7 +73,7 @@ pub fn run_in(
         sm_scale: scale.unwrap_or_else(|| (plan.geometry().head_dim_qk as f32).sqrt().recip()),
         q_offset: plan.q_offset(),
         score_mods,
-        mask_mods: rule.as_slice(),
+        mask_mods: &rule,
         o,
         lse,
         max_scores,

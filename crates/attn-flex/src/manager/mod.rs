@@ -2,18 +2,20 @@
 //!
 //! | file | what is in it |
 //! | --- | --- |
+//! | `mods` | the score and mask mods of a resource, owned |
 //! | `staged` | a mask and its work for each (plan label, slot, geometry of layers), made again in place |
 //! | `bound` | scratch of the largest step |
 //! | `factory` | options of a spec, and the factory that the program registers |
 
 mod bound;
 mod factory;
+mod mods;
 mod staged;
 
 use std::sync::Arc;
 
 use mstar_core::attend::pages::declared;
-use mstar_core::attend::{Attention, AttnOut, BuildContext, Forward, Fresh, IndexBuf, Query, Softmax, Work};
+use mstar_core::attend::{Attention, AttnOut, BuildContext, Forward, Fresh, IndexBuf, Query, Work};
 use mstar_core::kv::{KvEntries, PagedKv, RING_BLOCK, RingKv, RingLayer};
 use mstar_core::resource::{Fingerprint, Ingest, Outcome, PaddedShape, Promotion, StepContext};
 use mstar_core::{Error, PlanId, RequestId, Resource, ResourceName, Result, Step, StepSerial};
@@ -23,9 +25,10 @@ use mstar_kernels::{Device, Stream, TensorMut, TensorRef};
 
 pub use self::bound::workspace_bound;
 pub use self::factory::{FlexFactory, FlexOptions, MaskChoice, ScoreChoice};
+use self::mods::{Score, Scores, rule};
 use self::staged::{Recipe, Shelf};
 use crate::{
-    BlockMask, FlexArgs, Geometry, Inputs, MaskRule, Outputs, ScoreMod, UserMod, flex_attention_masked, run,
+    BlockMask, FlexArgs, Geometry, Inputs, MaskRule, Outputs, UserMask, UserMod, flex_attention_masked, run,
 };
 
 /// Attention over the frames of a ring.
@@ -40,28 +43,8 @@ use crate::{
 pub struct FlexAttention {
     ring: Arc<dyn RingKv>,
     sm_scale: f32,
-    score: Score,
+    scores: Scores,
     shelf: Shelf,
-}
-
-/// A score mod, owned.
-#[derive(Clone, Debug)]
-enum Score {
-    None,
-    Alibi(Arc<[f32]>),
-    SoftCap(f32),
-    User(UserMod),
-}
-
-impl Score {
-    fn score_mod(&self) -> ScoreMod<'_> {
-        match self {
-            Score::None => ScoreMod::None,
-            Score::Alibi(slopes) => ScoreMod::Alibi { slopes },
-            Score::SoftCap(cap) => ScoreMod::SoftCap(*cap),
-            Score::User(user) => ScoreMod::User(user),
-        }
-    }
 }
 
 impl FlexAttention {
@@ -96,12 +79,12 @@ impl FlexAttention {
         if !softmax.sm_scale.is_finite() {
             return Err(cx.refuse("sm_scale", "must be finite", &softmax.sm_scale));
         }
-        let (score, rule) = (score(cx, softmax, options.score_mod)?, rule(cx, softmax, options.mask_mod)?);
+        let (scores, rule) = (Scores::new(cx, softmax, &options)?, rule(cx, softmax, &options)?);
         let recipe = Recipe {
             name: cx.name.clone(),
             geometry,
             rule,
-            placed: matches!(score, Score::Alibi(_)),
+            placed: scores.ask(),
             options: options.kernel_options,
         };
         let rows = cx.largest.map_or(0, |largest| largest.rows);
@@ -111,17 +94,32 @@ impl FlexAttention {
             None => 0,
         };
         let shelf = Shelf::new(recipe, rows, foreseen);
-        Ok(FlexAttention { ring: Arc::clone(ring), sm_scale: softmax.sm_scale, score, shelf })
+        Ok(FlexAttention { ring: Arc::clone(ring), sm_scale: softmax.sm_scale, scores, shelf })
     }
 
-    /// The same with a score mod of the caller's in place of the spec's, over keys numbered by the frames that hold them:
+    /// The same with a score mod of the caller's behind those of the spec, over keys numbered by the frames that hold them:
     /// of the arguments it is called with, only the distance `k_idx - (q_idx + q_offset)` means something, since rows of
     /// several worlds stand side by side.
-    #[must_use]
-    pub fn with_score_mod(self, user: UserMod) -> FlexAttention {
-        let FlexAttention { ring, sm_scale, shelf, .. } = self;
-        let shelf = shelf.placed();
-        FlexAttention { ring, sm_scale, score: Score::User(user), shelf }
+    ///
+    /// # Errors
+    /// More score mods than one resource applies.
+    pub fn with_score_mod(mut self, user: UserMod) -> Result<FlexAttention> {
+        let scores = std::mem::take(&mut self.scores).and(Score::User(user));
+        self.scores = self.said(scores)?;
+        self.shelf = self.shelf.with(|recipe| recipe.placed = true);
+        Ok(self)
+    }
+
+    /// The same with a mask mod of the caller's beside those of the spec: a key is seen when all of them let it be. Of its
+    /// arguments, too, only the distance means something.
+    ///
+    /// # Errors
+    /// More mask mods than hold together.
+    pub fn with_mask_mod(mut self, user: UserMask) -> Result<FlexAttention> {
+        let rule = MaskRule::all([self.shelf.recipe().rule.rule.clone(), MaskRule::User(user)]);
+        let rule = self.said(rule)?;
+        self.shelf = self.shelf.with(|recipe| recipe.rule.rule = rule);
+        Ok(self)
     }
 
     /// Whether a call with this plan needs to be told, token by token, what is visible: when no mask is staged for it.
@@ -149,15 +147,17 @@ impl FlexAttention {
     ) -> Result<()> {
         let q_len = q.shape().get(2).copied().unwrap_or(0);
         let mask = self.said(BlockMask::written(q_len, RING_BLOCK, visible))?;
-        let args = FlexArgs {
-            score_mods: &[self.score.score_mod()],
-            block_mask: Some(&mask),
-            scale: Some(self.sm_scale),
-            enable_gqa,
-            kernel_options: self.shelf.recipe().options,
-            ..FlexArgs::default()
-        };
-        self.said(flex_attention_masked(stream, q, k, v, &args, o)).map(|_| ())
+        self.scores.with(|score_mods| {
+            let args = FlexArgs {
+                score_mods,
+                block_mask: Some(&mask),
+                scale: Some(self.sm_scale),
+                enable_gqa,
+                kernel_options: self.shelf.recipe().options,
+                ..FlexArgs::default()
+            };
+            self.said(flex_attention_masked(stream, q, k, v, &args, o)).map(|_| ())
+        })
     }
 
     /// Host bytes of plans and scratch.
@@ -174,47 +174,6 @@ impl FlexAttention {
     }
 }
 
-fn score(cx: &BuildContext, softmax: &Softmax, choice: ScoreChoice) -> Result<Score> {
-    if softmax.sinks.is_some() {
-        return Err(cx.refuse("sinks", "block-mask attention has no sinks; leave them out", &"sinks"));
-    }
-    if softmax.logits_soft_cap.is_some() && choice != ScoreChoice::SoftCap {
-        return Err(cx.refuse("score_mod", "the model has a logits_soft_cap; say soft_cap", &choice));
-    }
-    if softmax.alibi_slopes.is_some() && choice != ScoreChoice::Alibi {
-        return Err(cx.refuse("score_mod", "the model has ALiBi; say alibi", &choice));
-    }
-    match (choice, &softmax.alibi_slopes, softmax.logits_soft_cap) {
-        (ScoreChoice::None, ..) => Ok(Score::None),
-        (ScoreChoice::Alibi, Some(slopes), _) if slopes.len() == cx.geometry.num_qo_heads => {
-            Ok(Score::Alibi(Arc::clone(slopes)))
-        }
-        (ScoreChoice::SoftCap, _, Some(cap)) if cap.is_finite() && cap > 0.0 => Ok(Score::SoftCap(cap)),
-        (ScoreChoice::Alibi, ..) => Err(cx.refuse(
-            "score_mod",
-            "alibi needs the model's slopes, one a query head",
-            &softmax.alibi_slopes,
-        )),
-        (ScoreChoice::SoftCap, ..) => Err(cx.refuse(
-            "score_mod",
-            "soft_cap needs the model's logits_soft_cap, above 0",
-            &softmax.logits_soft_cap,
-        )),
-    }
-}
-
-fn rule(cx: &BuildContext, softmax: &Softmax, choice: MaskChoice) -> Result<MaskRule> {
-    match (choice, softmax.window_left) {
-        (MaskChoice::Window, Some(left)) => Ok(MaskRule::SlidingWindow { left, right: 0 }),
-        (MaskChoice::Window, None) => {
-            Err(cx.refuse("mask_mod", "window needs the model's window_left", &"nothing"))
-        }
-        (_, Some(_)) => Err(cx.refuse("mask_mod", "the model has a window_left; say window", &choice)),
-        (MaskChoice::None, None) => Ok(MaskRule::Whole),
-        (MaskChoice::Causal, None) => Ok(MaskRule::Causal),
-    }
-}
-
 impl Resource for FlexAttention {
     fn name(&self) -> &ResourceName {
         &self.shelf.recipe().name
@@ -228,7 +187,7 @@ impl Resource for FlexAttention {
     /// is part of it.
     fn fingerprint(&self) -> Option<Fingerprint> {
         let Recipe { geometry, rule, .. } = self.shelf.recipe();
-        let text = format!("flex {geometry:?} {rule:?} {:?} {:08x}", self.score, self.sm_scale.to_bits());
+        let text = format!("flex {geometry:?} {rule:?} {:?} {:08x}", self.scores, self.sm_scale.to_bits());
         Some(Fingerprint(text.into_bytes()))
     }
 
@@ -327,21 +286,22 @@ impl Attention for FlexAttention {
             Some(_) => return self.refuse("a ring holds keys and values a head, not latents"),
         };
         // Packed rows are one batch whose heads lie innermost.
-        let score = [self.score.score_mod()];
-        let inputs = Inputs {
-            q: q.transpose(0, 1).insert_axis(0),
-            k: k.transpose(0, 1).insert_axis(0),
-            v: v.transpose(0, 1).insert_axis(0),
-            scale: Some(self.sm_scale),
-            score_mods: &score,
-        };
         let outputs = Outputs {
             o: out.o.transpose(0, 1).insert_axis(0),
             lse: out.lse.map(|lse| lse.transpose(0, 1).insert_axis(0)),
             max_scores: None,
         };
         let mut workspace = staged.workspace()?;
-        self.said(run(staged.plan(group), forward.stream(), &mut workspace, inputs, outputs))
+        self.scores.with(|score_mods| {
+            let inputs = Inputs {
+                q: q.transpose(0, 1).insert_axis(0),
+                k: k.transpose(0, 1).insert_axis(0),
+                v: v.transpose(0, 1).insert_axis(0),
+                scale: Some(self.sm_scale),
+                score_mods,
+            };
+            self.said(run(staged.plan(group), forward.stream(), &mut workspace, inputs, outputs))
+        })
     }
 
     /// Of the mean layer: those of one geometry see as much as each other, those of another do not.

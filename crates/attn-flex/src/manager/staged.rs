@@ -9,15 +9,15 @@ use mstar_core::kv::{RingConfig, RingGroups, RingPlan};
 use mstar_core::{Error, PlanId, ResourceName, Result, StepSerial};
 use mstar_kernels::mutant::planted;
 
-use crate::mask::RingMask;
-use crate::{Geometry, KernelOptions, MaskRule, Plan, Workspace};
+use crate::mask::{RingMask, RingRule};
+use crate::{Geometry, KernelOptions, Plan, Workspace};
 
 /// What every plan of a resource is made with.
 #[derive(Debug)]
 pub(super) struct Recipe {
     pub(super) name: ResourceName,
     pub(super) geometry: Geometry,
-    pub(super) rule: MaskRule,
+    pub(super) rule: RingRule,
     /// Whether score mods ask for positions.
     pub(super) placed: bool,
     pub(super) options: KernelOptions,
@@ -84,11 +84,11 @@ impl Shelf {
         }
     }
 
-    /// The same with positions for score mods, and no plan yet.
-    pub(super) fn placed(self) -> Shelf {
-        let rows = *self.most_rows.lock().unwrap_or_else(PoisonError::into_inner);
-        let recipe = Recipe { placed: true, ..self.recipe };
-        Shelf { recipe, places: Mutex::default(), most_rows: Mutex::new(rows), workspaces: self.workspaces }
+    /// The same by a changed recipe, and no plan yet.
+    pub(super) fn with(mut self, change: impl FnOnce(&mut Recipe)) -> Shelf {
+        change(&mut self.recipe);
+        self.places = Mutex::default();
+        self
     }
 
     pub(super) fn recipe(&self) -> &Recipe {

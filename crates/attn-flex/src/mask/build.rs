@@ -6,6 +6,7 @@ use mstar_kernels::flex::UserMask;
 use mstar_kernels::mutant::planted;
 use mstar_kernels::{Error, Result};
 
+use super::rule::Seen;
 use super::{BLOCK, BlockMask, MaskRule, MaskShape, refuse};
 
 /// Lists of blocks, borrowed: one for each (batch, head, block of queries) of a [`MaskShape`], in that order.
@@ -61,14 +62,6 @@ impl<'a> KvBlocks<'a> {
         }
         &self.indices[self.indptr[list] as usize..self.indptr[list + 1] as usize]
     }
-}
-
-/// How a whole block stands to a rule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Seen {
-    Nothing,
-    Part,
-    Whole,
 }
 
 impl BlockMask {
@@ -134,9 +127,7 @@ impl BlockMask {
             let why = "partial blocks need a rule that says which of their keys are seen";
             return refuse("rule", why, "MaskRule::Whole");
         }
-        if let MaskRule::Document { q_ids, kv_ids } = &mask.rule {
-            documents_fit(&shape, q_ids, kv_ids)?;
-        }
+        mask.rule.fits(&shape)?;
         for list in 0..shape.lists() {
             let (mut whole, mut part) =
                 (full.list(list).iter().peekable(), partial.list(list).iter().peekable());
@@ -170,7 +161,19 @@ impl BlockMask {
     /// # Errors
     /// Extents that no mask can have.
     pub fn full(shape: MaskShape) -> Result<BlockMask> {
-        BlockMask::classified(shape, MaskRule::Whole, 0, |_, _, _, _| Seen::Whole)
+        BlockMask::from_rule(shape, MaskRule::Whole, 0)
+    }
+
+    /// A query at position `q_idx + q_offset` sees the keys that a rule says, such as several of [`MaskRule::all`]. Blocks
+    /// are classified by it here, and it decides in those that are seen in part.
+    ///
+    /// # Errors
+    /// Extents that no mask can have; document ids of other lengths than the shape says.
+    pub fn from_rule(shape: MaskShape, rule: MaskRule, q_offset: i64) -> Result<BlockMask> {
+        rule.fits(&shape)?;
+        BlockMask::classified(shape, rule.clone(), q_offset, |batch, head, queries, keys| {
+            rule.over([batch, head], queries, q_offset, keys)
+        })
     }
 
     /// A query at position `q_idx + q_offset` sees the keys up to its own position.
@@ -178,8 +181,7 @@ impl BlockMask {
     /// # Errors
     /// Extents that no mask can have.
     pub fn causal(shape: MaskShape, q_offset: i64) -> Result<BlockMask> {
-        // Above any key: what comes before is never cut.
-        BlockMask::window(shape, q_offset, MaskRule::Causal, i128::MAX / 2, 0)
+        BlockMask::from_rule(shape, MaskRule::Causal, q_offset)
     }
 
     /// A query at position `p = q_idx + q_offset` sees the keys `p - left ..= p + right`.
@@ -187,23 +189,7 @@ impl BlockMask {
     /// # Errors
     /// Extents that no mask can have.
     pub fn sliding_window(shape: MaskShape, q_offset: i64, left: usize, right: usize) -> Result<BlockMask> {
-        let rule = MaskRule::SlidingWindow { left, right };
-        BlockMask::window(shape, q_offset, rule, left as i128, right as i128)
-    }
-
-    fn window(shape: MaskShape, q_offset: i64, rule: MaskRule, left: i128, right: i128) -> Result<BlockMask> {
-        BlockMask::classified(shape, rule, q_offset, |_, _, queries, keys| {
-            let at = |q_idx: usize| q_idx as i128 + i128::from(q_offset);
-            let (first, last) = (at(queries.start), at(queries.end - 1));
-            let (low, high) = (keys.start as i128, keys.end as i128 - 1);
-            if high < first - left || low > last + right {
-                Seen::Nothing
-            } else if low >= last - left && high <= first + right {
-                Seen::Whole
-            } else {
-                Seen::Part
-            }
-        })
+        BlockMask::from_rule(shape, MaskRule::SlidingWindow { left, right }, q_offset)
     }
 
     /// A query sees the keys of its own document, wherever they lie: `q_ids` `[L]`, `kv_ids` `[M]`.
@@ -215,17 +201,8 @@ impl BlockMask {
         q_ids: impl Into<Arc<[i32]>>,
         kv_ids: impl Into<Arc<[i32]>>,
     ) -> Result<BlockMask> {
-        let (q_ids, kv_ids) = (q_ids.into(), kv_ids.into());
-        documents_fit(&shape, &q_ids, &kv_ids)?;
-        let rule = MaskRule::Document { q_ids: Arc::clone(&q_ids), kv_ids: Arc::clone(&kv_ids) };
-        BlockMask::classified(shape, rule, 0, |_, _, queries, keys| {
-            let (queries, keys) = (&q_ids[queries], &kv_ids[keys]);
-            let one = |ids: &[i32]| ids.iter().all(|&id| id == ids[0]);
-            if one(queries) && one(keys) {
-                return if queries[0] == keys[0] { Seen::Whole } else { Seen::Nothing };
-            }
-            if queries.iter().any(|id| keys.contains(id)) { Seen::Part } else { Seen::Nothing }
-        })
+        let rule = MaskRule::Document { q_ids: q_ids.into(), kv_ids: kv_ids.into() };
+        BlockMask::from_rule(shape, rule, 0)
     }
 
     /// A query sees the keys that `sees(batch, head, q_idx, k_idx)` says. Every pair is asked about once, here: blocks are
@@ -309,21 +286,6 @@ pub fn make_block_mask(q_len: usize, kv_len: usize, written: &[bool]) -> Result<
         return Err(Error::Shape { tensor: "written", expected, got: vec![written.len()] });
     }
     BlockMask::written(q_len, BLOCK, written)
-}
-
-fn documents_fit(shape: &MaskShape, q_ids: &[i32], kv_ids: &[i32]) -> Result<()> {
-    for (tensor, got, letter, expected) in
-        [("q_ids", q_ids.len(), "L", shape.q_len), ("kv_ids", kv_ids.len(), "M", shape.kv_len)]
-    {
-        if got != expected {
-            return Err(Error::Shape {
-                tensor,
-                expected: format!("[{letter}] = [{expected}]"),
-                got: vec![got],
-            });
-        }
-    }
-    Ok(())
 }
 
 /// The rule of a mask that was made of single pairs.

@@ -17,10 +17,10 @@ mod tests;
 
 pub use build::{KvBlocks, make_block_mask};
 pub use edit::Edited;
-pub use rule::MaskRule;
-pub(crate) use stage::RingMask;
+pub use rule::{MOST_RULES, MaskMods, MaskRule, Rules};
+pub(crate) use stage::{RingMask, RingRule};
 
-use mstar_kernels::flex::{Blocks, MaskMod};
+use mstar_kernels::flex::Blocks;
 use mstar_kernels::{Error, Result};
 
 /// Queries and keys of one block, unless a caller says otherwise.
@@ -220,8 +220,8 @@ impl BlockMask {
     }
 
     /// The rule as kernels take it.
-    pub fn mask_mod(&self) -> Option<MaskMod<'_>> {
-        self.rule.mask_mod()
+    pub fn mask_mods(&self) -> MaskMods<'_> {
+        self.rule.mask_mods()
     }
 
     fn list(&self, batch: usize, head: usize, q_block: usize) -> usize {

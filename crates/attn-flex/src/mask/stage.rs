@@ -16,11 +16,44 @@ pub(crate) struct RingMask {
     tokens: usize,
     /// Whether rules or score mods ask which frame a block holds.
     placed: bool,
+    /// Frames a document: a pass sees those of its own document alone.
+    document: Option<usize>,
+    /// Keys before a query's own and after it that rules leave.
+    reach: [i64; 2],
+    /// Whether some rule is a user's, which is asked about every key.
+    asked: bool,
+}
+
+/// Farther than any key of a ring can lie.
+const ANYWHERE: i64 = 1 << 40;
+
+/// Which keys a pass sees beside what its ring shows.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RingRule {
+    /// Of keys numbered by the frames that hold them: causality, windows and rules of the caller's.
+    pub(crate) rule: MaskRule,
+    /// Frames a document.
+    pub(crate) document: Option<usize>,
 }
 
 impl RingMask {
     /// The mask of a plan that does not exist yet, for layers of one geometry.
-    pub(crate) fn new(config: &RingConfig, geometry: RingGeometry, rule: MaskRule, placed: bool) -> RingMask {
+    pub(crate) fn new(config: &RingConfig, geometry: RingGeometry, rule: RingRule, placed: bool) -> RingMask {
+        let RingRule { rule, document } = rule;
+        let (mut reach, mut asked) = ([ANYWHERE; 2], false);
+        for rule in rule.each() {
+            let [left, right] = match rule {
+                MaskRule::Causal => [ANYWHERE, 0],
+                MaskRule::SlidingWindow { left, right } => {
+                    [left, right].map(|&keys| i64::try_from(keys).map_or(ANYWHERE, |n| n.min(ANYWHERE)))
+                }
+                _ => {
+                    asked = true;
+                    [ANYWHERE; 2]
+                }
+            };
+            reach = [reach[0].min(left), reach[1].min(right)];
+        }
         let tokens = config.tokens_per_frame;
         let placed = placed || !matches!(rule, MaskRule::Whole);
         let kv_len = config.layer_tokens(&geometry);
@@ -35,7 +68,7 @@ impl RingMask {
             rule,
             q_offset: 0,
         };
-        RingMask { mask, geometry, tokens, placed }
+        RingMask { mask, geometry, tokens, placed, document, reach, asked }
     }
 
     /// The mask.
@@ -56,18 +89,27 @@ impl RingMask {
         if self.placed {
             self.place(plan, group)?;
         }
-        if matches!(self.mask.rule, MaskRule::Whole) {
+        let whole = matches!(self.mask.rule, MaskRule::Whole);
+        if whole && self.document.is_none() {
             // One block of queries a row, and the ring's own lists.
             self.mask.indptr.extend_from_slice(plan.indptr(group));
             self.mask.indices.extend_from_slice(plan.blocks(group));
             return Ok(());
         }
         self.mask.indptr.push(0);
-        for row in 0..plan.rows.len() {
-            for first in (0..self.tokens).step_by(RING_BLOCK) {
+        for (row, pass) in plan.rows.iter().enumerate() {
+            let frame_pos = pass.frame_pos;
+            for first in (0..self.tokens).step_by(self.mask.shape.block_q) {
                 let first = row * self.tokens + first;
                 for &block in plan.visible(group, row) {
-                    self.list(first..first + RING_BLOCK, block);
+                    if !self.of_document(frame_pos, block) {
+                        continue;
+                    }
+                    if whole {
+                        self.mask.indices.push(block);
+                    } else {
+                        self.list(first..first + RING_BLOCK, block);
+                    }
                 }
                 self.mask.end_list()?;
             }
@@ -82,21 +124,40 @@ impl RingMask {
         let high = low + RING_BLOCK as i64 - 1;
         let at = |q_idx: usize| q_idx as i64 + self.mask.q_offset;
         let (first, last) = (at(queries.start), at(queries.end - 1));
-        let (left, right) = match self.mask.rule {
-            MaskRule::SlidingWindow { left, right } => (left.min(1 << 40) as i64, right.min(1 << 40) as i64),
-            _ => (1 << 40, 0),
-        };
+        let [left, right] = self.reach;
         if high < first - left || low > last + right {
             return;
         }
         self.mask.indices.push(block);
-        self.mask.partial.push(u8::from(low < last - left || high > first + right));
+        let cut = self.asked || low < last - left || high > first + right;
+        self.mask.partial.push(u8::from(cut));
+    }
+
+    /// Whether a block that a pass over `frame_pos` sees holds a frame of the pass's own document.
+    fn of_document(&self, frame_pos: u64, block: i32) -> bool {
+        let Some(frames) = self.document.map(|frames| frames as u64) else { return true };
+        planted("ring-document-ignored")
+            || (frame_pos - self.ago(frame_pos, block).0) / frames == frame_pos / frames
+    }
+
+    /// How many frames before its own a pass over `frame_pos` finds what a block holds, and which of its frame's it is.
+    fn ago(&self, frame_pos: u64, block: i32) -> (u64, usize) {
+        let per = self.tokens / RING_BLOCK;
+        let RingGeometry { ring_frames, ring_buckets, pinned_dilation } = self.geometry;
+        let (frame, lane) = (block as usize / per % self.geometry.frames(), block as usize % per);
+        if frame == ring_frames || planted("ring-positions-stored") {
+            return (0, lane);
+        }
+        // The last kept frame that went to this slot.
+        let kept = frame_pos.div_ceil(pinned_dilation as u64);
+        let since = (kept + ring_buckets as u64 - 1 - frame as u64) % ring_buckets as u64;
+        (frame_pos - (kept - 1 - since) * pinned_dilation as u64, lane)
     }
 
     /// Numbers the visible blocks by the frames that they hold, each row's own frame at the place of its queries.
     fn place(&mut self, plan: &RingPlan, group: usize) -> Result<()> {
         let per = self.tokens / RING_BLOCK;
-        let RingGeometry { ring_frames, ring_buckets, pinned_dilation } = self.geometry;
+        let RingGeometry { ring_buckets, pinned_dilation, .. } = self.geometry;
         // How far back a frame in a slot can lie.
         let back = ring_buckets.saturating_add(1).saturating_mul(pinned_dilation);
         let end = back.saturating_add(plan.rows.len()).saturating_mul(self.tokens);
@@ -106,23 +167,16 @@ impl RingMask {
         }
         self.mask.q_offset = (back * self.tokens) as i64;
         let blocks = self.mask.shape.kv_blocks();
-        let positions = self.mask.positions.get_or_insert_default();
+        let mut positions = self.mask.positions.take().unwrap_or_default();
         positions.clear();
         positions.resize(blocks, 0);
         for (row, pass) in plan.rows.iter().enumerate() {
-            let kept = pass.frame_pos.div_ceil(pinned_dilation as u64);
             for &block in plan.visible(group, row) {
-                let (frame, lane) = (block as usize / per % self.geometry.frames(), block as usize % per);
-                let ago = if frame == ring_frames || planted("ring-positions-stored") {
-                    0
-                } else {
-                    // The last kept frame that went to this slot.
-                    let since = (kept + ring_buckets as u64 - 1 - frame as u64) % ring_buckets as u64;
-                    pass.frame_pos - (kept - 1 - since) * pinned_dilation as u64
-                };
+                let (ago, lane) = self.ago(pass.frame_pos, block);
                 positions[block as usize] = ((row + back - ago as usize) * per + lane) as i32;
             }
         }
+        self.mask.positions = Some(positions);
         Ok(())
     }
 }

@@ -95,6 +95,37 @@ proptest! {
     }
 
     #[test]
+    fn rules_that_hold_together_are_their_tables(
+        shape in shapes(), offset in -30i64..60, left in 0..40usize, run in 1..12usize, which in 0..8usize,
+    ) {
+        let d = move |q: usize, k: usize| k as i64 - (q as i64 + offset);
+        let ids = |n: usize| -> std::sync::Arc<[i32]> { (0..n).map(|i| (i / run % 3) as i32).collect() };
+        let odd = UserMask::new("odd", |seen, row: &TileRow<'_>| {
+            for (seen, &k) in seen.iter_mut().zip(row.k_idx) {
+                *seen &= (row.batch + row.head + row.q_idx + k as usize) % 7 < 4;
+            }
+        });
+        let kinds = [MaskRule::Causal, MaskRule::SlidingWindow { left, right: 9 }, MaskRule::User(odd)];
+        let mut rules = vec![MaskRule::Document { q_ids: ids(shape.q_len), kv_ids: ids(shape.kv_len) }];
+        rules.extend(kinds.into_iter().enumerate().filter(|(i, _)| which >> i & 1 == 1).map(|(_, rule)| rule));
+        let mask = BlockMask::from_rule(shape, MaskRule::all(rules).unwrap(), offset).unwrap();
+        hold(&mask, shape.batch, shape.heads, &|batch, head, q, k| {
+            q / run % 3 == k / run % 3
+                && (which & 1 == 0 || d(q, k) <= 0)
+                && (which & 2 == 0 || (-(left as i64)..=9).contains(&d(q, k)))
+                && (which & 4 == 0 || (batch + head + q + k) % 7 < 4)
+        });
+        // No block is listed of which nothing is seen.
+        for q_block in 0..shape.q_blocks() {
+            for (block, _) in mask.visible(0, 0, q_block) {
+                let queries = q_block * shape.block_q..((q_block + 1) * shape.block_q).min(shape.q_len);
+                let keys = block * shape.block_kv..((block + 1) * shape.block_kv).min(shape.kv_len);
+                prop_assert!(queries.clone().any(|q| keys.clone().any(|k| mask.sees(0, 0, q, k))));
+            }
+        }
+    }
+
+    #[test]
     fn predicates_are_their_tables(shape in shapes(), seed in any::<u64>()) {
         // Whole, empty and mixed blocks, another in each batch and head.
         let sees = move |batch: usize, head: usize, q: usize, k: usize| {
@@ -323,4 +354,28 @@ fn a_mask_with_positions_asks_about_the_sequence() {
     for (q, k) in (0..8).flat_map(|q| (0..8).map(move |k| (q, k))) {
         assert_eq!(mask.sees(0, 0, q, k), (k + 4) % 8 <= q, "{q} {k}");
     }
+}
+
+#[test]
+fn rules_are_joined_flat_and_only_so_many() {
+    assert!(matches!(MaskRule::all([]).unwrap(), MaskRule::Whole));
+    assert!(matches!(MaskRule::all([MaskRule::Whole, MaskRule::Causal]).unwrap(), MaskRule::Causal));
+    let two = MaskRule::all([MaskRule::Causal, MaskRule::SlidingWindow { left: 3, right: 0 }]).unwrap();
+    let four = MaskRule::all([two.clone(), MaskRule::Whole, two.clone()]).unwrap();
+    assert_eq!((four.each().len(), four.mask_mods().len()), (4, 4));
+    let eight = MaskRule::all([four.clone(), four]).unwrap();
+    let said = MaskRule::all([eight, MaskRule::Causal]).unwrap_err().to_string();
+    assert!(said.contains("at most 8") && said.contains('9'), "{said}");
+}
+
+#[test]
+fn a_rule_that_this_machine_cannot_ask_decides_in_every_block() {
+    let elsewhere = UserMask { name: "elsewhere".into(), cpu: None, cuda: Some(Default::default()) };
+    let shape = MaskShape { block_q: 4, block_kv: 4, ..MaskShape::new(8, 8) };
+    let alone = BlockMask::from_rule(shape, MaskRule::User(elsewhere.clone()), 0).unwrap();
+    assert_eq!(alone.visible(0, 0, 0).collect::<Vec<_>>(), [(0, true), (1, true)]);
+    let causal = MaskRule::all([MaskRule::Causal, MaskRule::User(elsewhere)]).unwrap();
+    let mask = BlockMask::from_rule(shape, causal, 0).unwrap();
+    assert_eq!(mask.visible(0, 0, 0).collect::<Vec<_>>(), [(0, true)]);
+    assert_eq!(mask.visible(0, 0, 1).collect::<Vec<_>>(), [(0, true), (1, true)]);
 }

@@ -137,7 +137,11 @@ fn what_does_not_fit_is_refused_when_it_is_built_or_declared() {
     let said = |softmax: Softmax, options: FlexOptions| {
         FlexAttention::new(&context(ring(), softmax), options).map(drop).unwrap_err().to_string()
     };
-    let options = |score_mod, mask_mod| FlexOptions { score_mod, mask_mod, ..FlexOptions::default() };
+    let options = |score, mask| FlexOptions {
+        score_mods: vec![score],
+        mask_mods: vec![mask],
+        ..FlexOptions::default()
+    };
     let (none, every) = (ScoreChoice::None, MaskChoice::None);
     for (softmax, score, mask, with) in [
         (Softmax { logits_soft_cap: Some(3.0), ..plain.clone() }, none, every, "soft_cap"),
@@ -152,12 +156,18 @@ fn what_does_not_fit_is_refused_when_it_is_built_or_declared() {
             every,
             "slopes",
         ),
+        (plain.clone(), ScoreChoice::RelBias, every, "odd number"),
         (plain.clone(), none, MaskChoice::Window, "window_left"),
+        (plain.clone(), none, MaskChoice::Document, "document_frames"),
         (Softmax::scaled(f32::NAN), none, every, "sm_scale"),
     ] {
         let said = said(softmax, options(score, mask));
         assert!(said.contains(with), "{said}");
     }
+    let many = FlexOptions { score_mods: vec![ScoreChoice::Causal; 9], ..FlexOptions::default() };
+    assert!(said(plain.clone(), many).contains("at most 8 score mods"));
+    let many = FlexOptions { mask_mods: vec![MaskChoice::Causal; 9], ..FlexOptions::default() };
+    assert!(said(plain.clone(), many).contains("at most 8 hold together"));
     let nothing = FlexAttention::new(&context(None, plain.clone()), FlexOptions::default()).map(drop);
     assert!(nothing.unwrap_err().to_string().contains("kind ring"));
     let mut odd = context(ring(), plain);

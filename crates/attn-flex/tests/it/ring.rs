@@ -3,7 +3,7 @@
 
 use mstar_attn_flex::{
     BlockMask, DType, FlexOptions, Geometry, Inputs, KernelOptions, MaskChoice, MaskShape, Outputs, Plan,
-    ScoreChoice, ScoreMod, Stream, TensorMut, TensorRef, UserMod, run,
+    ScoreChoice, ScoreMod, Stream, TensorMut, TensorRef, UserMask, UserMod, run,
 };
 use mstar_core::attend::Softmax;
 use mstar_core::kv::{RingGeometry, RingKv};
@@ -91,18 +91,33 @@ fn script() -> Vec<Vec<Pass>> {
     steps
 }
 
-fn hold(softmax: Softmax, options: FlexOptions, user: Option<UserMod>, change: Change<'_>, what: &str) {
+/// Mods of the caller's.
+#[derive(Default)]
+struct Own {
+    score: Option<UserMod>,
+    mask: Option<UserMask>,
+}
+
+fn hold(softmax: Softmax, options: FlexOptions, own: Own, change: Change<'_>, what: &str) {
     let scale = f64::from(softmax.sm_scale);
-    let rig = Rig::with(config(layers(), 3), softmax, options, |attn| match user {
-        Some(user) => attn.with_score_mod(user),
-        None => attn,
+    let document = options.document_frames.map_or(u64::MAX, |frames| frames as u64);
+    let rig = Rig::with(config(layers(), 3), softmax, options, |attn| {
+        let attn = match own.score {
+            Some(user) => attn.with_score_mod(user).unwrap(),
+            None => attn,
+        };
+        match own.mask {
+            Some(user) => attn.with_mask_mod(user).unwrap(),
+            None => attn,
+        }
     });
     let mut worlds = vec![vec![World::default(); 3]; 3];
     for passes in script() {
         let got = rig.run(&passes);
         for (layer, geometry) in layers().iter().enumerate() {
             for (row, pass) in passes.iter().enumerate() {
-                let frames = worlds[layer][pass.world].sees(geometry, pass);
+                let mut frames = worlds[layer][pass.world].sees(geometry, pass);
+                frames.retain(|frame| frame.frame / document == pass.frame / document);
                 let (o, lse) = loops(pass, &frames, layer, scale, change);
                 for i in (0..F).step_by(19).chain([F - 1]) {
                     for at in (row * F + i) * H..(row * F + i + 1) * H {
@@ -126,36 +141,104 @@ fn hold(softmax: Softmax, options: FlexOptions, user: Option<UserMod>, change: C
 
 #[test]
 fn passes_of_several_worlds_agree_with_plain_loops() {
-    hold(Softmax::scaled(0.6), FlexOptions::default(), None, &|s, _, _| Some(s), "plain");
+    hold(Softmax::scaled(0.6), FlexOptions::default(), Own::default(), &|s, _, _| Some(s), "plain");
 }
 
 #[test]
 fn causal_and_windowed_rings_count_in_frames() {
-    let causal = FlexOptions { mask_mod: MaskChoice::Causal, ..FlexOptions::default() };
-    hold(Softmax::scaled(0.6), causal, None, &|s, _, d| (d <= 0).then_some(s), "causal");
-    let window = FlexOptions { mask_mod: MaskChoice::Window, ..FlexOptions::default() };
+    let masked =
+        |mask_mods: &[MaskChoice]| FlexOptions { mask_mods: mask_mods.into(), ..FlexOptions::default() };
+    let causal = masked(&[MaskChoice::Causal]);
+    hold(Softmax::scaled(0.6), causal, Own::default(), &|s, _, d| (d <= 0).then_some(s), "causal");
     let softmax = Softmax { window_left: Some(300), ..Softmax::scaled(0.6) };
-    hold(softmax, window, None, &|s, _, d| (-300..=0).contains(&d).then_some(s), "window");
+    let change = |s: f64, _: usize, d: i64| (-300..=0).contains(&d).then_some(s);
+    hold(softmax.clone(), masked(&[MaskChoice::Window]), Own::default(), &change, "window");
+    let both = masked(&[MaskChoice::Causal, MaskChoice::None, MaskChoice::Window]);
+    hold(softmax, both, Own::default(), &change, "causal and window");
 }
 
 #[test]
-fn score_mods_of_a_spec_and_of_users_count_in_frames() {
-    let capped = FlexOptions { score_mod: ScoreChoice::SoftCap, ..FlexOptions::default() };
+fn documents_are_runs_of_a_worlds_frames() {
+    for frames in [1, 2, 3, 50] {
+        for mask_mods in [vec![MaskChoice::Document], vec![MaskChoice::Causal, MaskChoice::Document]] {
+            let causal = mask_mods.len() == 2;
+            let options = FlexOptions { mask_mods, document_frames: Some(frames), ..FlexOptions::default() };
+            let change = |s: f64, _: usize, d: i64| (!causal || d <= 0).then_some(s);
+            let what = format!("documents of {frames}, causal {causal}");
+            hold(Softmax::scaled(0.6), options, Own::default(), &change, &what);
+        }
+    }
+}
+
+#[test]
+fn score_mods_of_a_spec_count_in_frames_and_are_applied_in_order() {
+    let scored = |score_mods: &[ScoreChoice], mask_mods: &[MaskChoice]| FlexOptions {
+        score_mods: score_mods.into(),
+        mask_mods: mask_mods.into(),
+        ..FlexOptions::default()
+    };
     let softmax = Softmax { logits_soft_cap: Some(0.7), ..Softmax::scaled(0.6) };
-    hold(softmax, capped, None, &|s, _, _| Some(0.7f32 as f64 * (s / 0.7f32 as f64).tanh()), "cap");
+    let cap = |s: f64| f64::from(0.7f32) * (s / f64::from(0.7f32)).tanh();
+    let capped = scored(&[ScoreChoice::SoftCap], &[]);
+    hold(softmax.clone(), capped, Own::default(), &|s, _, _| Some(cap(s)), "cap");
     let slopes = [0.01f32, 0.005, 0.002, 0.001];
-    let alibi =
-        FlexOptions { score_mod: ScoreChoice::Alibi, mask_mod: MaskChoice::Causal, ..FlexOptions::default() };
-    let softmax = Softmax { alibi_slopes: Some(slopes.into()), ..Softmax::scaled(0.6) };
-    let change = |s: f64, h: usize, d: i64| (d <= 0).then(|| s + f64::from(slopes[h]) * d as f64);
-    hold(softmax, alibi, None, &change, "alibi");
-    let user = UserMod::new("fade", |scores, row| {
+    let slope = |s: f64, h: usize, d: i64| s + f64::from(slopes[h]) * d as f64;
+    let alibi = scored(&[ScoreChoice::Alibi], &[MaskChoice::Causal]);
+    let sloped = Softmax { alibi_slopes: Some(slopes.into()), ..Softmax::scaled(0.6) };
+    hold(sloped, alibi, Own::default(), &|s, h, d| (d <= 0).then(|| slope(s, h, d)), "alibi");
+
+    let softmax = Softmax { alibi_slopes: Some(slopes.into()), ..softmax };
+    let first = scored(&[ScoreChoice::Alibi, ScoreChoice::SoftCap, ScoreChoice::Causal], &[]);
+    let change = |s: f64, h: usize, d: i64| (d <= 0).then(|| cap(slope(s, h, d)));
+    hold(softmax.clone(), first, Own::default(), &change, "alibi, then cap");
+    let last = scored(&[ScoreChoice::SoftCap, ScoreChoice::Alibi], &[MaskChoice::Causal]);
+    let change = |s: f64, h: usize, d: i64| (d <= 0).then(|| slope(cap(s), h, d));
+    hold(softmax, last, Own::default(), &change, "cap, then alibi");
+
+    let bias: Vec<f32> = (0..401).map(|at| noise(&[77, at])).collect();
+    let biased =
+        FlexOptions { rel_bias: Some(bias.as_slice().into()), ..scored(&[ScoreChoice::RelBias], &[]) };
+    let change = |s: f64, _: usize, d: i64| Some(s + f64::from(bias[(d.clamp(-200, 200) + 200) as usize]));
+    hold(Softmax::scaled(0.6), biased, Own::default(), &change, "bias");
+}
+
+#[test]
+fn mods_of_users_join_those_of_the_spec() {
+    let fade = UserMod::new("fade", |scores, row| {
         for (score, &k) in scores.iter_mut().zip(row.k_idx) {
             *score -= 0.003 * (i64::from(k) - row.q_idx as i64 - row.q_offset).abs() as f32;
         }
     });
-    let change = |s: f64, _: usize, d: i64| Some(s - f64::from(0.003f32) * d.abs() as f64);
-    hold(Softmax::scaled(0.6), FlexOptions::default(), Some(user), &change, "fade");
+    let faded = |s: f64, d: i64| s - f64::from(0.003f32) * d.abs() as f64;
+    let own = || Own { score: Some(fade.clone()), ..Own::default() };
+    hold(Softmax::scaled(0.6), FlexOptions::default(), own(), &|s, _, d| Some(faded(s, d)), "fade");
+    let capped = FlexOptions { score_mods: vec![ScoreChoice::SoftCap], ..FlexOptions::default() };
+    let softmax = Softmax { logits_soft_cap: Some(0.7), ..Softmax::scaled(0.6) };
+    let cap = |s: f64| f64::from(0.7f32) * (s / f64::from(0.7f32)).tanh();
+    hold(softmax, capped, own(), &|s, _, d| Some(faded(cap(s), d)), "cap, then fade");
+
+    let thirds = UserMask::new("thirds", |seen, row| {
+        for (seen, &k) in seen.iter_mut().zip(row.k_idx) {
+            let d = i64::from(k) - row.q_idx as i64 - row.q_offset;
+            *seen = d == 0 || d.rem_euclid(3) == 1;
+        }
+    });
+    let own = || Own { mask: Some(thirds.clone()), ..Own::default() };
+    let third = |d: i64| d == 0 || d.rem_euclid(3) == 1;
+    hold(
+        Softmax::scaled(0.6),
+        FlexOptions::default(),
+        own(),
+        &|s, _, d| third(d).then_some(s),
+        "a mask alone",
+    );
+    let options = FlexOptions {
+        mask_mods: vec![MaskChoice::Document, MaskChoice::Causal],
+        document_frames: Some(2),
+        ..FlexOptions::default()
+    };
+    let change = |s: f64, _: usize, d: i64| (d <= 0 && third(d)).then_some(s);
+    hold(Softmax::scaled(0.6), options, own(), &change, "a mask beside the spec's");
 }
 
 /// The keys of `frames`, side by side, through the wrapper level.
@@ -207,9 +290,9 @@ fn f34_a_ring_has_the_bits_of_its_compacted_keys() {
                 pinned_dilation: 1 + pick(3, 3),
             };
             let softmax = Softmax { logits_soft_cap: cap, ..Softmax::scaled(0.6) };
-            let score_mod = if cap.is_some() { ScoreChoice::SoftCap } else { ScoreChoice::None };
+            let score_mods = vec![if cap.is_some() { ScoreChoice::SoftCap } else { ScoreChoice::None }];
             let kernel_options = KernelOptions { workers };
-            let options = FlexOptions { score_mod, kernel_options, ..FlexOptions::default() };
+            let options = FlexOptions { score_mods, kernel_options, ..FlexOptions::default() };
             let rig = Rig::new(config(vec![g], 2), softmax, options);
             let mut worlds = [World::default(), World::default()];
             for frame in 0..(2 * g.ring_buckets * g.pinned_dilation + 2) as u64 {

@@ -5,7 +5,9 @@ mod memory;
 mod prepare;
 mod show;
 
-pub(crate) use prepare::{Prepared, Served, ServedSparse, SpecArguments, causal, causal_in_frames, prepare};
+pub(crate) use prepare::{
+    Prepared, Served, ServedSparse, SpecArguments, causal, causal_in_frames, prepare, words,
+};
 
 use crate::exit::Exit;
 use crate::text::print;

@@ -11,7 +11,7 @@ use mstar_core::attend::{
     resolve_attn_backend,
 };
 use mstar_core::kv::{KvConfig, KvLayout, RingConfig};
-use mstar_core::spec::{AttentionSpec, DeviceChoice, DsaSpec, Fallback, Faults, ResourceKind, Spec};
+use mstar_core::spec::{AttentionSpec, DeviceChoice, DsaSpec, Fallback, Faults, Node, ResourceKind, Spec};
 use mstar_kernels::Device;
 
 use super::fit;
@@ -216,8 +216,15 @@ fn latents(kv: &KvConfig) -> bool {
 
 /// Whether the options of attention over a ring hide later keys of a frame: none sees later frames.
 pub(crate) fn causal_in_frames(attention: &AttentionSpec) -> bool {
-    let mask = attention.options.get("mask_mod").and_then(|node| node.scalar());
-    mask.is_some_and(|scalar| matches!(scalar.text.as_str(), "causal" | "window"))
+    words(&attention.options, "mask_mod").any(|word| matches!(word, "causal" | "window"))
+        || words(&attention.options, "score_mod").any(|word| word == "causal")
+}
+
+/// The word under a key, or those of its list.
+pub(crate) fn words<'a>(options: &'a Node, key: &str) -> impl Iterator<Item = &'a str> {
+    let node = options.get(key);
+    let items = node.map(|node| node.items().unwrap_or(std::slice::from_ref(node))).unwrap_or_default();
+    items.iter().filter_map(|item| item.scalar()).map(|scalar| scalar.text.as_str())
 }
 
 /// What an attention resource over a ring is asked about.

@@ -115,8 +115,10 @@ impl Model {
                     let shape = match ring_of(&rings, kv_cache) {
                         Some(ring) => {
                             let shape = shape(&served.geometry, causal_in_frames(attention))?;
-                            let (entries, frames) =
-                                (Entries::of_ring(ring.config()), Frames::of(ring.config()));
+                            let (entries, frames) = (
+                                Entries::of_ring(ring.config()),
+                                Frames::of(ring.config(), &attention.options),
+                            );
                             Shape { entries, frames: Some(frames), ..shape }
                         }
                         None => shape(&served.geometry, !is_cross && causal(attention))?,

@@ -3,24 +3,68 @@
 //! frame numbers, and what they hold from content keys.
 
 use mstar_core::kv::{RingConfig, RingGeometry};
+use mstar_core::spec::Node;
 use mstar_kernels::reference::flex::{Flex, ScoreMod, flex};
 use mstar_kernels::reference::{Attended, Real};
 use mstar_kernels::synth::{self, Kind};
 
 use super::heads::entries;
 use super::{Judged, Layers, Row, Sample, Shape};
+use crate::explain::words;
 
-/// The frames of a world, as its layers keep them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The frames of a world, as its layers keep them, and what becomes of scores over them.
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Frames {
     tokens_per_frame: usize,
     layers: Vec<RingGeometry>,
+    /// In their order.
+    changes: Vec<Change>,
+    /// `[2 W + 1]`, where scores are biased.
+    bias: Vec<f32>,
+    /// Frames a document, where there are documents.
+    document: Option<usize>,
+}
+
+/// What becomes of a score, beside what hides its key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    Alibi,
+    RelBias,
+    SoftCap,
 }
 
 impl Frames {
-    /// Those of a ring.
-    pub(crate) fn of(ring: &RingConfig) -> Frames {
-        Frames { tokens_per_frame: ring.tokens_per_frame, layers: ring.layers.clone() }
+    /// Those of a ring, attended with a backend's options, which were checked when it was built.
+    pub(crate) fn of(ring: &RingConfig, options: &Node) -> Frames {
+        let change = |word| match word {
+            "alibi" => Some(Change::Alibi),
+            "rel_bias" => Some(Change::RelBias),
+            "soft_cap" => Some(Change::SoftCap),
+            _ => None,
+        };
+        let documents = words(options, "mask_mod").any(|word| word == "document");
+        Frames {
+            tokens_per_frame: ring.tokens_per_frame,
+            layers: ring.layers.clone(),
+            changes: words(options, "score_mod").filter_map(change).collect(),
+            bias: words(options, "rel_bias")
+                .filter_map(|number| number.parse::<f64>().ok())
+                .map(|bias| bias as f32)
+                .collect(),
+            document: words(options, "document_frames")
+                .find_map(|frames| frames.parse().ok())
+                .filter(|_| documents),
+        }
+    }
+
+    /// Whether scores depend on how far a key lies from the query.
+    fn ask_distances(&self) -> bool {
+        self.changes.iter().any(|change| *change != Change::SoftCap)
+    }
+
+    /// Whether a pass over `frame` may see an `earlier` one.
+    fn of_one_document(&self, earlier: usize, frame: usize) -> bool {
+        self.document.is_none_or(|frames| earlier / frames == frame / frames)
     }
 
     /// The most tokens that a pass over the last frame of `kv_len` tokens sees in any layer.
@@ -59,6 +103,7 @@ impl Seen {
     fn of(frames: &Frames, layer: usize, frame: usize, distances: bool) -> Seen {
         let f = frames.tokens_per_frame;
         let shown = earlier(&frames.layers[layer], frame).into_iter().chain([frame]);
+        let shown = shown.filter(|&earlier| frames.of_one_document(earlier, frame));
         let positions: Vec<usize> = shown.flat_map(|frame| frame * f..(frame + 1) * f).collect();
         let places = match distances {
             true => positions.iter().map(|at| at - positions[0]).collect(),
@@ -85,7 +130,7 @@ pub(super) fn judge<T: Real>(
     judged: &mut Judged,
 ) -> Result<(), String> {
     let frame = row.first_position / frames.tokens_per_frame;
-    let seen = Seen::of(frames, layers.own, frame, row.shape.alibi_slopes.is_some());
+    let seen = Seen::of(frames, layers.own, frame, frames.ask_distances());
     let keys: Vec<u64> = seen.positions.iter().map(|&at| row.keys[at]).collect();
     let group = row.shape.num_qo_heads / num_kv_heads.max(1);
     let (mut k, mut v) = (Vec::new(), Vec::new());
@@ -107,8 +152,16 @@ pub(super) fn judge<T: Real>(
             for (lanes, &head) in q.chunks_exact_mut(d.max(1)).zip(&heads) {
                 synth::fill_lanes(seed, Kind::Query, layers.query, row.queries[query], head, lanes);
             }
-            let expected =
-                oracle(row.shape, [d, dv], &heads, &q, (&k, &v), &written, position - seen.positions[0]);
+            let expected = oracle(
+                row.shape,
+                frames,
+                [d, dv],
+                &heads,
+                &q,
+                (&k, &v),
+                &written,
+                position - seen.positions[0],
+            );
             let expected = expected.map_err(|error| format!("the oracle: {error}"))?;
             judged.add(row, query, &heads, &expected, o, lse);
         }
@@ -134,6 +187,7 @@ fn spread(seen: &Seen, packed: &[f32], width: usize) -> Vec<f32> {
 /// One query's `heads` over `[keys, width]` keys and values of one key head, in f64.
 fn oracle(
     shape: &Shape,
+    frames: &Frames,
     [d, dv]: [usize; 2],
     heads: &[usize],
     q: &[f32],
@@ -141,13 +195,21 @@ fn oracle(
     written: &[u8],
     place: usize,
 ) -> mstar_kernels::Result<Attended> {
-    let slopes: Option<Vec<f64>> =
-        shape.alibi_slopes.as_ref().map(|slopes| heads.iter().map(|&head| f64::from(slopes[head])).collect());
-    let score_mod = match &slopes {
-        Some(slopes) => ScoreMod::Alibi { slopes },
-        None if shape.logits_soft_cap > 0.0 => ScoreMod::SoftCap(shape.logits_soft_cap),
-        None => ScoreMod::None,
-    };
+    let slopes: Vec<f64> = shape
+        .alibi_slopes
+        .iter()
+        .flat_map(|slopes| heads.iter().map(|&head| f64::from(slopes[head])))
+        .collect();
+    let bias: Vec<f32> = heads.iter().flat_map(|_| frames.bias.iter().copied()).collect();
+    let mods: Vec<ScoreMod<'_>> = frames
+        .changes
+        .iter()
+        .map(|change| match change {
+            Change::Alibi => ScoreMod::Alibi { slopes: &slopes },
+            Change::RelBias => ScoreMod::RelBias { table: &bias, window: frames.bias.len() / 2 },
+            Change::SoftCap => ScoreMod::SoftCap(shape.logits_soft_cap),
+        })
+        .collect();
     flex(&Flex {
         q,
         k,
@@ -161,7 +223,7 @@ fn oracle(
         block_size: 1,
         sm_scale: shape.sm_scale,
         q_offset: place as i64,
-        score_mod,
+        score_mod: ScoreMod::Chain(&mods),
     })
 }
 
@@ -207,7 +269,7 @@ mod tests {
     #[test]
     fn distances_need_places_for_what_lies_between() {
         let layers = vec![RingGeometry { ring_frames: 2, ring_buckets: 2, pinned_dilation: 3 }];
-        let frames = Frames { tokens_per_frame: 2, layers };
+        let frames = Frames { tokens_per_frame: 2, layers, changes: vec![], bias: vec![], document: None };
         // Frame 7 sees frames 3 and 6 and itself.
         let near = Seen::of(&frames, 0, 7, false);
         assert_eq!((near.positions.as_slice(), near.len), (&[6, 7, 12, 13, 14, 15][..], 6));
@@ -215,5 +277,8 @@ mod tests {
         assert_eq!((apart.places.as_slice(), apart.len), (&[0, 1, 6, 7, 8, 9][..], 10));
         assert_eq!(spread(&apart, &[1.0; 6], 1).iter().sum::<f32>(), 6.0);
         assert_eq!((frames.most_seen(16), frames.most_seen(2)), (6, 2));
+        // Frames 4 to 7 are a document.
+        let frames = Frames { document: Some(4), ..frames };
+        assert_eq!(Seen::of(&frames, 0, 7, false).positions, [12, 13, 14, 15]);
     }
 }
