@@ -7,8 +7,8 @@
 // its key's bytes alone.
 //
 // Defines: Q_TYPE (1 bf16, 2 f16), KEY_TYPE (Q_TYPE, or 3: e4m3 with a scale a key), DEPTH (Di padded to a multiple of 32, at most
-// 256), KEY_TILES, KEYS_ALIGNED (1: keys start at multiples of
-// 16 bytes and Di is one of 8). scores_plain: Q_TYPE and KEY_TYPE 0 (f32), 1, 2, 3 as they come, any Di.
+// 256), KEY_TILES, KEYS_ALIGNED (1: keys start at multiples of 16 bytes and Di is a multiple of 8), MIN_BLOCKS.
+// scores_plain: Q_TYPE and KEY_TYPE 0 (f32), 1, 2, 3 as they come, any Di.
 
 #include "scores.cuh"
 
@@ -19,7 +19,7 @@ typedef Bf16 Element;
 typedef F16 Element;
 #endif
 
-constexpr u32 THREADS = 256, WARPS = 8;
+constexpr u32 THREADS = 192, WARPS = 6;
 constexpr u32 WARP_KEYS = KEY_TILES * 16, STEPS = DEPTH / 32;
 // Bytes from one head's query to the next: 64 past a multiple of 128, so that eight lanes never meet in a bank.
 constexpr u32 PITCH = (DEPTH * 2 + 127) / 128 * 128 + 64;
@@ -49,7 +49,7 @@ DEVICE U4 key_lanes(const u8* key, u32 at, u32 width) {
     return U4{words[0], words[1], words[2], words[3]};
 }
 
-MSTAR_KERNEL(scores, Scores, THREADS, 2) {
+MSTAR_KERNEL(scores, Scores, THREADS, MIN_BLOCKS) {
     SHARED(shared);
     const Table* table = p.table;
     const u32 w = warp(), l = lane(), g = l / 4, t = l % 4;

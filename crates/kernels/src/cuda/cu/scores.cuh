@@ -15,7 +15,7 @@ struct Scores {
     u32 heads, width, S;   // Hi, Di, slots a page
     u32 row_begin, row_end, to_row;
     u32 to_width;          // keys that a row has room for, -inf past those that it sees; 0: leave the rest as it is
-    u32 chunk;             // keys that a block takes at once, a multiple of 256
+    u32 chunk;             // keys that a block takes at once
 };
 static_assert(sizeof(Scores) == 120, "as in exec/select.rs");
 

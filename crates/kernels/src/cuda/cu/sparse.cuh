@@ -1,0 +1,50 @@
+// What the kernels of attention over picks are given: rows `row_begin..row_end` of a call, each over the latents that it picked.
+#pragma once
+
+#include "finish.cuh"
+#include "table.cuh"
+
+struct Sparse {
+    const Table* table;
+    const i32* selection;     // [T, K]: positions within the row's request, in any order; what was not stored picks nothing
+    u32* counts;              // [T]: picks of each row, and SORTED where they are to be read from `sorted`
+    i32* sorted;              // [T, K]: ascending, of rows that list their picks otherwise
+    float* partials;          // states of rows of several leaves: [row_end - row_begin, leaves], each state_len(H, C)
+    const u8* q;              // [T, H, C]
+    const u8* q_pe;           // [T, H, E]
+    const u8* latents;        // [P, S, C + E]
+    u8* o;                    // [T, H, C]
+    float* lse;               // [T, H], or null
+    i64 selection_stride, q_token, q_head, pe_token, pe_head, page, slot, o_token, o_head, lse_token, lse_head;  // elements
+    u32 H, C, E, S;
+    u32 topk;                 // K
+    u32 leaves;               // leaves that K picks have
+    u32 row_begin, row_end;
+    float scale;              // sm_scale
+    u32 aligned;              // queries and latents start at multiples of 16 bytes
+};
+static_assert(sizeof(Sparse) == 208, "as in exec/sparse.rs");
+
+// In `counts`: the picks were not listed in ascending order.
+constexpr u32 SORTED = 1u << 31;
+// Picks a leaf.
+constexpr u32 LEAF = 512;
+
+struct Picks {
+    const i32* positions;
+    u32 count;
+};
+DEVICE Picks picks_of(const Sparse& p, u32 row) {
+    u32 count = p.counts[row];
+    return Picks{count & SORTED ? p.sorted + u64(row) * p.topk : p.selection + i64(row) * p.selection_stride, count & ~SORTED};
+}
+// The state of a leaf of a row: as list.cuh has them, H lanes.
+DEVICE float* state_of(const Sparse& p, u32 row, u32 leaf) {
+    return p.partials + (u64(row - p.row_begin) * p.leaves + leaf) * state_len(p.H, p.C);
+}
+// Writes a row's log-sum-exp under a head; the factor of its output.
+DEVICE float finish(const Sparse& p, u32 row, u32 head, float m, float l, bool write) {
+    Root r = root(m, l, nullptr);
+    if (write && p.lse) p.lse[i64(row) * p.lse_token + i64(head) * p.lse_head] = r.lse;
+    return r.factor;
+}
