@@ -91,23 +91,39 @@ DEVICE void settle(const Attend& p, Fetch& f, bool opened) {
         opened = true;
     }
 }
+// What lane `of` located.
+DEVICE u64 address_of(const Fetch& f, u32 of) {
+    return u64(shfl_idx(u32(f.at), of)) | u64(shfl_idx(u32(f.at >> 32), of)) << 32;
+}
 // Starts the copies of this warp's 16 keys and values of the next tile, and closes their group; an empty one past the end.
 DEVICE void fetch(const Attend& p, Fetch& f, u8* stage, bool whole) {
     if (f.job.index < f.job.end) {
-        u32 lo = u32(f.at), hi = u32(f.at >> 32);
         constexpr u32 K_CHUNKS = WIDTH / 8, V_CHUNKS = VALUES / 8;
-        UNROLL
-        for (u32 i = 0; i < 16 * K_CHUNKS / 32; i++) {
-            u32 at = i * 32 + lane(), r = at / K_CHUNKS, chunk = at % K_CHUNKS;
-            u64 row = u64(shfl_idx(lo, r)) | u64(shfl_idx(hi, r)) << 32;
-            bring(chunk_at<WIDTH>(stage, 16 * warp() + r, chunk), row, p.D, chunk, whole);
-        }
+        const u32 thread = opaque(thread_x()), l = thread % 32, first = thread / 32 * 16;
         u32 width = p.Dv - f.job.column;
-        UNROLL
-        for (u32 i = 0; i < 16 * V_CHUNKS / 32; i++) {
-            u32 at = i * 32 + lane(), r = at / V_CHUNKS, chunk = at % V_CHUNKS;
-            u64 row = u64(shfl_idx(lo, 16 + r)) | u64(shfl_idx(hi, 16 + r)) << 32;
-            bring(chunk_at<VALUES>(stage + K_BYTES, 16 * warp() + r, chunk), row, width, chunk, whole);
+        if (whole) {
+            UNROLL
+            for (u32 i = 0; i < 16 * K_CHUNKS / 32; i++) {
+                u32 at = i * 32 + l, r = at / K_CHUNKS, chunk = at % K_CHUNKS;
+                bring(chunk_at<WIDTH>(stage, first + r, chunk), address_of(f, r), p.D, chunk);
+            }
+            UNROLL
+            for (u32 i = 0; i < 16 * V_CHUNKS / 32; i++) {
+                u32 at = i * 32 + l, r = at / V_CHUNKS, chunk = at % V_CHUNKS;
+                bring(chunk_at<VALUES>(stage + K_BYTES, first + r, chunk), address_of(f, 16 + r), width, chunk);
+            }
+        } else {
+            NO_UNROLL
+            for (u32 at = l; at < 16 * K_CHUNKS; at += 32) {
+                u32 r = at / K_CHUNKS, chunk = at % K_CHUNKS;
+                bring_slowly(chunk_at<WIDTH>(stage, first + r, chunk), address_of(f, r), p.D, chunk);
+            }
+            NO_UNROLL
+            for (u32 at = l; at < 16 * V_CHUNKS; at += 32) {
+                u32 r = at / V_CHUNKS, chunk = at % V_CHUNKS;
+                bring_slowly(chunk_at<VALUES>(stage + K_BYTES, first + r, chunk), address_of(f, 16 + r), width,
+                             chunk);
+            }
         }
         f.tile++;
         settle(p, f, false);
@@ -139,7 +155,8 @@ struct Lanes {
 
 DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float factor, u8* stage, u8* queries,
                    const u32 (&held)[HELD ? STEPS : 1][4], u32 tile, Running& s) {
-    u32 group = warp() / SHARERS, rows = 16 * (warp() % SHARERS), first = KEYS * group, t = lane() % 4;
+    const u32 thread = opaque(thread_x()), l = thread % 32, t = l % 4;
+    const u32 rows = 16 * (thread / 32 % SHARERS), first = KEYS * (thread / 32 / SHARERS);
     u8* values = stage + K_BYTES;
     float x[TILES][4];
     UNROLL
@@ -151,12 +168,12 @@ DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float fa
             UNROLL
             for (u32 i = 0; i < 4; i++) a[i] = held[k][i];
         } else {
-            load_a<WIDTH>(a, queries, rows, k);
+            load_a<WIDTH>(a, queries, rows, k, l);
         }
         UNROLL
         for (u32 n = 0; n < TILES; n += 2) {
             u32 b[2], c[2];
-            load_k<WIDTH>(b, c, stage, first + 8 * n, k);
+            load_k<WIDTH>(b, c, stage, first + 8 * n, k, l);
             mma<T>(x[n], a, b);
             mma<T>(x[n + 1], a, c);
         }
@@ -226,7 +243,7 @@ DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float fa
         UNROLL
         for (u32 n = 0; n < COLUMNS; n += 2) {
             u32 b[2], c[2];
-            load_v<VALUES>(b, c, values, first + 16 * k, n / 2);
+            load_v<VALUES>(b, c, values, first + 16 * k, n / 2, l);
             mma<T>(s.o[n], a, b);
             mma<T>(s.o[n + 1], a, c);
         }
@@ -350,7 +367,7 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
         u32 held[HELD ? STEPS : 1][4];
         if (HELD) {
             UNROLL
-            for (u32 k = 0; k < STEPS; k++) load_a<WIDTH>(held[HELD ? k : 0], area, 16 * (warp() % SHARERS), k);
+            for (u32 k = 0; k < STEPS; k++) load_a<WIDTH>(held[HELD ? k : 0], area, 16 * (warp() % SHARERS), k, lane());
         }
         Lanes of;
         UNROLL

@@ -71,6 +71,12 @@ DEVICE u32 warp_max(u32 v) { return __reduce_max_sync(0xffffffffu, v); }
 // ---- arithmetic ----
 DEVICE u32 popcount(u32 v) { return __popc(v); }
 DEVICE u32 leading_zeros(u32 v) { return __clz(v); }
+// `v`, of which the compiler knows nothing: what follows from it is computed again rather than kept in registers.
+DEVICE u32 opaque(u32 v) {
+    u32 r;
+    asm volatile("mov.b32 %0, %1;" : "=r"(r) : "r"(v));
+    return r;
+}
 // 1-based index of the lowest set bit; 0 for none.
 DEVICE u32 lowest_bit(u32 v) { return __ffs(v); }
 DEVICE u32 float_bits(float v) { return __float_as_uint(v); }

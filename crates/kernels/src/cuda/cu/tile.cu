@@ -28,6 +28,10 @@ struct Lane {
     u32 token;    // of its row
     float slope;
 };
+// What some row of a warp sees, and what all of its rows do.
+struct Bounds {
+    u32 some_lo, some_hi, all_lo, all_hi;
+};
 // Where a tile's keys and values lie, 0: not seen by any query; over blocks also which keys they are.
 struct Addresses {
     u64 k[KEYS], v[KEYS];
@@ -35,12 +39,62 @@ struct Addresses {
     u32 partial[KEYS / 32];  // bits of keys of which a mask decides
     i32 last[KEYS / 32];     // the largest index
 };
+// What the block works on; kept here and not in registers, which scores and sums fill.
+struct Desk {
+    u32 index, from, column;  // the item; the first of its query vectors, and of the value columns, that are in turn
+    u32 lanes;                // query vectors of the item
+    Item item;
+    Member member;
+    Row row;
+    Queries q;
+    Keys keys;
+    Reach reach;    // of the item
+    Reach reached;  // of the query vectors in turn
+};
 // What lies behind the queries and two stages.
 struct Room {
     Addresses of[3];
     Lane lanes[QUERIES];
+    Bounds bounds[WARPS];
     u32 seen[WARPS][4];
+    Desk desk;
 };
+
+// Lays an item on the desk. The other functions of the desk go on from there; one thread calls them.
+DEVICE void open(const Attend& p, Desk& desk) {
+    if (desk.index >= items_of(p).end) return;
+    desk.from = desk.column = 0;
+    desk.item = items_of(p.image)[desk.index];
+    desk.member = members_of(p.image)[desk.item.member_begin];
+    desk.row = rows_of(p.image)[desk.member.row];
+    desk.lanes = desk.item.q_count * (p.H / p.G);
+    desk.reach = reach_of(p, desk.row, desk.item);
+    desk.q = queries_of<SOURCE>(p, desk.row, desk.item.q_begin, desk.item.kv_head_begin, 2);
+    desk.keys = keys_of<SOURCE>(p, desk.member.row, desk.row, desk.item.kv_head_begin, 2);
+}
+// What the query vectors in turn reach together.
+DEVICE void reach_out(const Attend& p, Desk& desk) {
+    if (desk.index >= items_of(p).end) return;
+    const u32 group = p.H / p.G;
+    u32 first = desk.item.q_begin + desk.from / group;
+    u32 last = desk.item.q_begin + (least(desk.from + QUERIES, desk.lanes) - 1) / group;
+    Reach reached = desk.reach;
+    reached.lo = most(reached.lo, span_of(p, desk.row, reached, first).lo);
+    if (p.flags & CAUSAL) {
+        i64 past = i64(desk.row.kv_len) - i64(desk.row.q_len) + i64(last) + 1;
+        reached.hi = u32(most(i64(reached.lo), least(i64(reached.hi), past)));
+    }
+    desk.reached = reached;
+}
+// Values that are wider, and query vectors that are more, than the block holds take turns.
+DEVICE void advance(const Attend& p, Desk& desk) {
+    desk.column += VALUES;
+    if (desk.column < p.Dv) return;
+    desk.column = 0, desk.from += QUERIES;
+    if (desk.from < desk.lanes) return;
+    desk.index += grid_x();
+    open(p, desk);
+}
 
 // The part of a tile's addresses that this thread finds.
 struct Found {
@@ -48,14 +102,14 @@ struct Found {
     i32 index;
     bool partial;
 };
-DEVICE Found find(const Keys& keys, const Reach& reach, u32 base) {
+DEVICE Found find(const Desk& desk, u32 base) {
     u32 key = base + thread_x() % KEYS;
     Found found{0, -1, false};
-    if (thread_x() < 2 * KEYS && key >= reach.lo && key < reach.hi) {
-        Place2 place = key_at<SOURCE>(keys, key);
-        found.at = thread_x() < KEYS ? place.k : place.v;
+    if (thread_x() < 2 * KEYS && key >= desk.reached.lo && key < desk.reached.hi) {
+        Place2 place = key_at<SOURCE>(desk.keys, key);
+        found.at = thread_x() < KEYS ? place.k : place.v + 2 * desk.column;
         if (SOURCE == BLOCKS && SCORES + MASKS > 0) {
-            Key of = block_key(keys, key);
+            Key of = block_key(desk.keys, key);
             found.index = of.index, found.partial = of.partial;
         }
     }
@@ -77,25 +131,38 @@ DEVICE void note(Addresses& to, const Found& found) {
     }
 }
 
-// Starts the copies of a tile's keys and values.
+// Starts the copies of a tile's keys and values; `whole`: rows are aligned and of whole chunks.
 DEVICE void fetch(const Attend& p, const Addresses& of, u8* stage, u32 column, bool whole) {
     constexpr u32 K_CHUNKS = WIDTH / 8, V_CHUNKS = VALUES / 8;
-    UNROLL
-    for (u32 i = 0; i < KEYS * K_CHUNKS / THREADS; i++) {
-        u32 at = i * THREADS + thread_x(), r = at / K_CHUNKS, chunk = at % K_CHUNKS;
-        bring(chunk_at<WIDTH>(stage, r, chunk), of.k[r], p.D, chunk, whole);
-    }
-    UNROLL
-    for (u32 i = 0; i < KEYS * V_CHUNKS / THREADS; i++) {
-        u32 at = i * THREADS + thread_x(), r = at / V_CHUNKS, chunk = at % V_CHUNKS;
-        u64 row = of.v[r];
-        bring(chunk_at<VALUES>(stage + K_BYTES, r, chunk), row ? row + 2 * column : row, p.Dv - column, chunk, whole);
+    const u32 width = p.Dv - column, thread = opaque(thread_x());
+    if (whole) {
+        UNROLL
+        for (u32 i = 0; i < KEYS * K_CHUNKS / THREADS; i++) {
+            u32 at = i * THREADS + thread, r = at / K_CHUNKS, chunk = at % K_CHUNKS;
+            bring(chunk_at<WIDTH>(stage, r, chunk), of.k[r], p.D, chunk);
+        }
+        UNROLL
+        for (u32 i = 0; i < KEYS * V_CHUNKS / THREADS; i++) {
+            u32 at = i * THREADS + thread, r = at / V_CHUNKS, chunk = at % V_CHUNKS;
+            bring(chunk_at<VALUES>(stage + K_BYTES, r, chunk), of.v[r], width, chunk);
+        }
+    } else {
+        NO_UNROLL
+        for (u32 at = thread; at < KEYS * K_CHUNKS; at += THREADS) {
+            u32 r = at / K_CHUNKS, chunk = at % K_CHUNKS;
+            bring_slowly(chunk_at<WIDTH>(stage, r, chunk), of.k[r], p.D, chunk);
+        }
+        NO_UNROLL
+        for (u32 at = thread; at < KEYS * V_CHUNKS; at += THREADS) {
+            u32 r = at / V_CHUNKS, chunk = at % V_CHUNKS;
+            bring_slowly(chunk_at<VALUES>(stage + K_BYTES, r, chunk), of.v[r], width, chunk);
+        }
     }
 }
 
 // The scores of a warp's rows against a tile.
 DEVICE void score(float (&x)[SPREAD][TILES][4], u8* queries, u8* keys) {
-    u32 first = warp() * WARP_ROWS;
+    const u32 thread = opaque(thread_x()), first = thread / 32 * WARP_ROWS, l = thread % 32;
     UNROLL
     for (u32 s = 0; s < SPREAD; s++) {
         UNROLL
@@ -105,11 +172,11 @@ DEVICE void score(float (&x)[SPREAD][TILES][4], u8* queries, u8* keys) {
     for (u32 k = 0; k < STEPS; k++) {
         u32 a[SPREAD][4];
         UNROLL
-        for (u32 s = 0; s < SPREAD; s++) load_a<WIDTH>(a[s], queries, first + 16 * s, k);
+        for (u32 s = 0; s < SPREAD; s++) load_a<WIDTH>(a[s], queries, first + 16 * s, k, l);
         UNROLL
         for (u32 n = 0; n < TILES; n += 2) {
             u32 b[2], c[2];
-            load_k<WIDTH>(b, c, keys, 8 * n, k);
+            load_k<WIDTH>(b, c, keys, 8 * n, k, l);
             UNROLL
             for (u32 s = 0; s < SPREAD; s++) {
                 mma<T>(x[s][n], a[s], b);
@@ -125,8 +192,11 @@ struct Running {
     float o[SPREAD][COLUMNS][4];
 };
 
-// Turns scores into weights, rounded to pairs for the product with values, and shrinks what was summed before.
-DEVICE void weigh(float (&x)[SPREAD][TILES][4], u32 (&w)[SPREAD][TILES][2], float factor, Running& state) {
+// Turns scores into weights and adds the values that they weigh; what was summed before shrinks first. Weights are made 16 keys
+// at a time, so that the units of exponentials and of products work side by side.
+DEVICE void add_values(float (&x)[SPREAD][TILES][4], u8* values, float factor, Running& state) {
+    const u32 l = opaque(lane());
+    float reference[SPREAD][2];
     UNROLL
     for (u32 s = 0; s < SPREAD; s++) {
         UNROLL
@@ -134,17 +204,9 @@ DEVICE void weigh(float (&x)[SPREAD][TILES][4], u32 (&w)[SPREAD][TILES][2], floa
             float top = x[s][0][2 * r];
             UNROLL
             for (u32 n = 0; n < TILES; n++) top = larger(top, larger(x[s][n][2 * r], x[s][n][2 * r + 1]));
-            Step step = step_of(state.m[s][r], row_max(top), factor);
-            state.m[s][r] = step.m;
-            float sum = 0.0f;
-            UNROLL
-            for (u32 n = 0; n < TILES; n++) {
-                float a = ex2(fused(x[s][n][2 * r], factor, -step.reference));
-                float b = ex2(fused(x[s][n][2 * r + 1], factor, -step.reference));
-                sum += a + b;
-                w[s][n][r] = pack<T>(a, b);
-            }
-            state.l[s][r] = fused(state.l[s][r], step.shrink, sum);
+            const Step step = step_of(state.m[s][r], row_max(top), factor);
+            state.m[s][r] = step.m, reference[s][r] = step.reference;
+            state.l[s][r] *= step.shrink;
             UNROLL
             for (u32 n = 0; n < COLUMNS; n++) {
                 state.o[s][n][2 * r] *= step.shrink;
@@ -152,20 +214,165 @@ DEVICE void weigh(float (&x)[SPREAD][TILES][4], u32 (&w)[SPREAD][TILES][2], floa
             }
         }
     }
-}
-
-DEVICE void add_values(const u32 (&w)[SPREAD][TILES][2], u8* values, Running& state) {
     UNROLL
     for (u32 k = 0; k < KEYS / 16; k++) {
+        u32 a[SPREAD][4];
+        UNROLL
+        for (u32 s = 0; s < SPREAD; s++) {
+            UNROLL
+            for (u32 i = 0; i < 4; i++) {
+                const u32 n = 2 * k + i / 2, r = i % 2;
+                float v = ex2(fused(x[s][n][2 * r], factor, -reference[s][r]));
+                float w = ex2(fused(x[s][n][2 * r + 1], factor, -reference[s][r]));
+                state.l[s][r] += v + w;
+                a[s][i] = pack<T>(v, w);
+            }
+        }
         UNROLL
         for (u32 n = 0; n < COLUMNS; n += 2) {
             u32 b[2], c[2];
-            load_v<VALUES>(b, c, values, 16 * k, n / 2);
+            load_v<VALUES>(b, c, values, 16 * k, n / 2, l);
             UNROLL
             for (u32 s = 0; s < SPREAD; s++) {
-                u32 a[4] = {w[s][2 * k][0], w[s][2 * k][1], w[s][2 * k + 1][0], w[s][2 * k + 1][1]};
-                mma<T>(state.o[s][n], a, b);
-                mma<T>(state.o[s][n + 1], a, c);
+                mma<T>(state.o[s][n], a[s], b);
+                mma<T>(state.o[s][n + 1], a[s], c);
+            }
+        }
+    }
+}
+
+// Hides what rows do not see of the tile at `base`, and changes scores before, where they are.
+DEVICE void look(const Attend& p, const Room& room, const Addresses& here, u32 base, bool edge, float (&x)[SPREAD][TILES][4]) {
+    const Desk& desk = room.desk;
+    const u32 l = opaque(lane()), g = l / 4, t = l % 4;
+    UNROLL
+    for (u32 s = 0; s < SPREAD; s++) {
+        UNROLL
+        for (u32 r = 0; r < 2; r++) {
+            const u32 place = warp() * WARP_ROWS + 16 * s + 8 * r + g;
+            const Lane of = room.lanes[place];
+            // Bits of this lane's columns: 8 n + i.
+            u64 bits = ~0ull;
+            if (edge) bits = range_bits(of.lo, of.hi, base);
+            if (desk.row.mask_words) bits &= mask_word(p, desk.row, of.token, base / 64 * 64) >> (base % 64);
+            bits >>= 2 * t;
+            const u32 low = u32(bits), high = u32(bits >> 32);
+            Pair pair{0, 0, 0, 0, 0};
+            if (SCORES + MASKS > 0) {
+                u32 head = desk.q.first_head + least(desk.from + place, desk.lanes - 1) % (p.H / p.G);
+                pair = Pair{desk.q.batch, head, i32(desk.q.q_idx + (of.token - desk.item.q_begin)), 0, p.q_offset};
+            }
+            float distance = 0.0f;
+            if (GENERAL) distance = float(i64(base + 2 * t) - (i64(desk.row.kv_len) - i64(desk.row.q_len) + i64(of.token)));
+            UNROLL
+            for (u32 n = 0; n < TILES; n++) {
+                UNROLL
+                for (u32 i = 0; i < 2; i++) {
+                    float& v = x[s][n][2 * r + i];
+                    bool sees = (n < 4 ? low >> (8 * n + i) : high >> (8 * (n - 4) + i)) & 1;
+                    if (GENERAL) {
+                        v *= p.scale;
+                        if (p.soft_cap > 0.0f) v = p.soft_cap * tanh_exact(v / p.soft_cap);
+                        v = fused(of.slope, distance + float(8 * n + i), v) * LOG2_E;
+                    }
+                    if (SOURCE == BLOCKS && SCORES + MASKS > 0) {
+                        const u32 at = 8 * n + 2 * t + i;
+                        pair.k_idx = here.index[at];
+                        if (here.partial[at / 32] >> (at % 32) & 1) sees = sees && keep(p.image, pair);
+                        if (SCORES > 0) v = change(p.image, v * p.scale, pair) * LOG2_E;
+                    }
+                    if (!sees) v = -infinity();
+                }
+            }
+        }
+    }
+}
+
+// A value whose key no query of the block sees may be anything, also NaN: makes it 0. `mine`: the warp has scores.
+DEVICE void blank(Room& room, u8* values, bool mine, const float (&x)[SPREAD][TILES][4]) {
+    u32 seen = 0;
+    if (mine) {
+        UNROLL
+        for (u32 s = 0; s < SPREAD; s++) {
+            UNROLL
+            for (u32 n = 0; n < TILES; n++) {
+                UNROLL
+                for (u32 i = 0; i < 4; i++) seen |= u32(x[s][n][i] != -infinity()) << (2 * n + i % 2);
+            }
+        }
+    }
+    seen |= shfl_xor(seen, 4);
+    seen |= shfl_xor(seen, 8);
+    seen |= shfl_xor(seen, 16);
+    if (lane() < 4) room.seen[warp()][lane()] = seen;
+    block_sync();
+    NO_UNROLL
+    for (u32 i = thread_x(); i < KEYS * (VALUES / 8); i += THREADS) {
+        u32 key = i / (VALUES / 8), any = 0;
+        NO_UNROLL
+        for (u32 w = 0; w < WARPS; w++) any |= room.seen[w][key % 8 / 2];
+        if (!(any >> (2 * (key / 8) + key % 2) & 1)) {
+            store16(chunk_at<VALUES>(values, key, i % (VALUES / 8)), U4{0, 0, 0, 0});
+        }
+    }
+    block_sync();
+}
+
+// Takes the tile at `base`, which is in `stage`.
+DEVICE void step(const Attend& p, Room& room, u8* queries, u8* stage, u32 base, float factor, Running& state) {
+    const Addresses& here = room.of[base / KEYS % 3];
+    const Bounds bounds = room.bounds[warp()];
+    const bool mine = base < bounds.some_hi && base + KEYS > bounds.some_lo;
+    const bool edge = base < bounds.all_lo || base + KEYS > bounds.all_hi;
+    // Whether a mask may leave a key to no query at all.
+    bool holes = room.desk.row.mask_words != 0;
+    if (SOURCE == BLOCKS && SCORES + MASKS > 0) {
+        holes = holes || (here.partial[0] | here.partial[KEYS / 32 - 1]) != 0;
+        if (SCORES > 0) holes = holes || i64(most(here.last[0], here.last[KEYS / 32 - 1])) > p.q_offset + room.desk.q.q_idx;
+    }
+    float x[SPREAD][TILES][4];
+    if (mine) {
+        score(x, queries, stage);
+        if (!RAW || edge || holes) look(p, room, here, base, edge, x);
+    }
+    if (holes) blank(room, stage + K_BYTES, mine, x);
+    if (mine) add_values(x, stage + K_BYTES, factor, state);
+}
+
+// Hands the states on, or finishes.
+DEVICE void leave(const Attend& p, const Desk& desk, float factor, Running& state) {
+    const Output out = output_of(p, desk.item, desk.member, desk.row);
+    const u32 column = desk.column, g = lane() / 4, t = lane() % 4;
+    UNROLL
+    for (u32 s = 0; s < SPREAD; s++) {
+        UNROLL
+        for (u32 r = 0; r < 2; r++) state.l[s][r] = row_sum(state.l[s][r]);
+    }
+    UNROLL
+    for (u32 s = 0; s < SPREAD; s++) {
+        UNROLL
+        for (u32 r = 0; r < 2; r++) {
+            const float m = state.m[s][r] * factor, l = state.l[s][r];
+            const u32 of = desk.from + warp() * WARP_ROWS + 16 * s + 8 * r + g;
+            if (of >= desk.lanes) continue;
+            if (out.direct()) {
+                const float f = finish(p, out, of, m, l, t == 0 && column == 0);
+                T* to = output_row<T>(p, out, of);
+                UNROLL
+                for (u32 n = 0; n < COLUMNS; n++) {
+                    u32 at = column + 8 * n + 2 * t;
+                    float a = state.o[s][n][2 * r] * f + 0.0f, b = state.o[s][n][2 * r + 1] * f + 0.0f;
+                    if (at < p.Dv) store_pair(to + at, a, b, at + 1 < p.Dv);
+                }
+            } else {
+                if (t == 0 && column == 0) *out.m(of) = m, *out.l(of) = l;
+                float* to = out.acc(of);
+                UNROLL
+                for (u32 n = 0; n < COLUMNS; n++) {
+                    u32 at = column + 8 * n + 2 * t;
+                    if (at < p.Dv) to[at] = state.o[s][n][2 * r];
+                    if (at + 1 < p.Dv) to[at + 1] = state.o[s][n][2 * r + 1];
+                }
             }
         }
     }
@@ -177,195 +384,73 @@ MSTAR_KERNEL(tile, Attend, THREADS, RESIDENT) {
     u8* stages = memory + Q_BYTES;
     Room& room = *reinterpret_cast<Room*>(memory + Q_BYTES + 2 * STAGE);
     const bool whole = (p.flags & ALIGNED) && p.D % 8 == 0 && p.Dv % 8 == 0;
-    const u32 group = p.H / p.G, g = lane() / 4, t = lane() % 4;
+    const u32 g = lane() / 4, t = lane() % 4;
     const Scale scale = scale_of<!RAW>(p);
     const float factor = RAW ? scale.factor : 1.0f;
-    const Span span = items_of(p);
-    for (u32 index = span.begin + block_x(); index < span.end; index += grid_x()) {
-        const Item item = items_of(p.image)[index];
-        const Member member = members_of(p.image)[item.member_begin];
-        const Row row = rows_of(p.image)[member.row];
-        const Reach reach = reach_of(p, row, item);
-        const u32 lanes = item.q_count * group;
-        const Queries q = queries_of<SOURCE>(p, row, item.q_begin, item.kv_head_begin, 2);
-        const Keys keys = keys_of<SOURCE>(p, member.row, row, item.kv_head_begin, 2);
-        // Wider values and more query vectors than the block holds take more passes.
-        const u32 passes = (p.Dv + VALUES - 1) / VALUES;
+    Desk& desk = room.desk;
+    if (thread_x() == 0) {
+        desk.index = items_of(p).begin + block_x();
+        open(p, desk);
+        reach_out(p, desk);
+    }
+    NO_UNROLL
+    while (true) {
+        block_sync();
+        if (desk.index >= items_of(p).end) break;
+        const u32 from = desk.from, group = p.H / p.G;
+        for (u32 i = thread_x(); i < QUERIES; i += THREADS) {
+            u32 of = least(from + i, desk.lanes - 1), token = desk.item.q_begin + of / group;
+            Reach sees = span_of(p, desk.row, desk.reach, token);
+            float slope = GENERAL && p.slopes ? p.slopes[desk.q.first_head + of % group] : 0.0f;
+            room.lanes[i] = Lane{sees.lo, sees.hi, token, slope};
+        }
+        u32 base = desk.reached.lo / KEYS * KEYS;
+        {
+            Found found = find(desk, base);
+            note(room.of[base / KEYS % 3], found);
+            found = find(desk, base + KEYS);
+            note(room.of[(base / KEYS + 1) % 3], found);
+        }
+        bring_queries<WIDTH, QUERIES, THREADS>(p, desk.q, queries, from, desk.lanes, group, scale.negate);
+        block_sync();
+        if (base < desk.reached.hi) fetch(p, room.of[base / KEYS % 3], stages + base / KEYS % 2 * STAGE, desk.column, whole);
+        cp_async_commit();
+        // What some row of the warp sees, and what all of them do.
+        {
+            Lane of = room.lanes[warp() * WARP_ROWS + lane() % WARP_ROWS];
+            Bounds bounds{~warp_max(~of.lo), warp_max(of.hi), warp_max(of.lo), ~warp_max(~of.hi)};
+            if (lane() == 0) room.bounds[warp()] = bounds;
+            warp_sync();
+        }
+        Running state;
+        UNROLL
+        for (u32 s = 0; s < SPREAD; s++) {
+            state.m[s][0] = state.m[s][1] = -infinity();
+            state.l[s][0] = state.l[s][1] = 0.0f;
+            UNROLL
+            for (u32 n = 0; n < COLUMNS; n++) {
+                state.o[s][n][0] = state.o[s][n][1] = state.o[s][n][2] = state.o[s][n][3] = 0.0f;
+            }
+        }
         NO_UNROLL
-        for (u32 turn = 0; turn < passes * ((lanes + QUERIES - 1) / QUERIES); turn++) {
-            const u32 from = turn / passes * QUERIES, column = turn % passes * VALUES;
-            block_sync();
-            // The tokens of this turn, and what they reach together.
-            const u32 first = item.q_begin + from / group, end = item.q_begin + (least(from + QUERIES, lanes) - 1) / group;
-            Reach reached = reach;
-            reached.lo = most(reach.lo, span_of(p, row, reach, first).lo);
-            if (p.flags & CAUSAL) {
-                i64 past = i64(row.kv_len) - i64(row.q_len) + i64(end) + 1;
-                reached.hi = u32(most(i64(reach.lo), least(i64(reach.hi), past)));
-            }
-            u32 base = reached.lo / KEYS * KEYS;
-            Found found = find(keys, reached, base);
-            note(room.of[0], found);
-            found = find(keys, reached, base + KEYS);
-            note(room.of[1], found);
-            for (u32 i = thread_x(); i < QUERIES; i += THREADS) {
-                u32 of = least(from + i, lanes - 1), token = item.q_begin + of / group;
-                Reach sees = span_of(p, row, reach, token);
-                float slope = GENERAL && p.slopes ? p.slopes[q.first_head + of % group] : 0.0f;
-                room.lanes[i] = Lane{sees.lo, sees.hi, token, slope};
-            }
-            bring_queries<WIDTH, QUERIES, THREADS>(p, q, queries, from, lanes, group, scale.negate);
-            block_sync();
-            if (reached.lo < reached.hi) fetch(p, room.of[0], stages, column, whole);
-            cp_async_commit();
-            // What some row of the warp sees, and what all of them do.
-            u32 some_lo, some_hi, all_lo, all_hi;
-            {
-                Lane of = room.lanes[warp() * WARP_ROWS + lane() % WARP_ROWS];
-                all_lo = warp_max(of.lo), some_lo = ~warp_max(~of.lo);
-                some_hi = warp_max(of.hi), all_hi = ~warp_max(~of.hi);
-            }
-            Running state;
-            UNROLL
-            for (u32 s = 0; s < SPREAD; s++) {
-                state.m[s][0] = state.m[s][1] = -infinity();
-                state.l[s][0] = state.l[s][1] = 0.0f;
-                UNROLL
-                for (u32 n = 0; n < COLUMNS; n++) {
-                    state.o[s][n][0] = state.o[s][n][1] = state.o[s][n][2] = state.o[s][n][3] = 0.0f;
-                }
-            }
-            u32 parity = 0, slot = 0;
-            NO_UNROLL
-            for (; base < reached.hi && reached.lo < reached.hi; base += KEYS) {
-                const Addresses& here = room.of[slot];
-                const u32 next = slot == 2 ? 0 : slot + 1, after = next == 2 ? 0 : next + 1;
-                u8* stage = stages + parity * STAGE;
-                parity ^= 1;
-                cp_async_wait<0>();
-                block_sync();
-                if (base + KEYS < reached.hi) fetch(p, room.of[next], stages + parity * STAGE, column, whole);
-                cp_async_commit();
-                found = find(keys, reached, base + 2 * KEYS);
-                const bool mine = base < some_hi && base + KEYS > some_lo;
-                // Whether a mask may leave a key to no query at all.
-                bool holes = row.mask_words != 0, edge = base < all_lo || base + KEYS > all_hi;
-                if (SOURCE == BLOCKS && SCORES + MASKS > 0) {
-                    u32 partial = here.partial[0] | here.partial[KEYS / 32 - 1];
-                    holes = holes || partial != 0;
-#if SCORES > 0
-                    holes = holes || i64(most(here.last[0], here.last[KEYS / 32 - 1])) > p.q_offset + q.q_idx;
-#endif
-                }
-                float x[SPREAD][TILES][4];
-                if (mine) {
-                    score(x, queries, stage);
-                    if (!RAW || edge || holes) {
-                        UNROLL
-                        for (u32 s = 0; s < SPREAD; s++) {
-                            UNROLL
-                            for (u32 r = 0; r < 2; r++) {
-                                const u32 place = warp() * WARP_ROWS + 16 * s + 8 * r + g;
-                                const Lane of = room.lanes[place];
-                                u64 bits = ~0ull;
-                                if (edge) bits = range_bits(of.lo, of.hi, base);
-                                if (row.mask_words) bits &= mask_word(p, row, of.token, base / 64 * 64) >> (base % 64);
-                                const u32 token = of.token - item.q_begin;
-                                Pair pair{q.batch, q.first_head + (least(from + place, lanes - 1)) % group, i32(q.q_idx + token), 0,
-                                          p.q_offset};
-                                const float distance =
-                                    GENERAL ? float(i64(base) - (i64(row.kv_len) - i64(row.q_len) + i64(of.token))) : 0.0f;
-                                UNROLL
-                                for (u32 n = 0; n < TILES; n++) {
-                                    UNROLL
-                                    for (u32 i = 0; i < 2; i++) {
-                                        float& v = x[s][n][2 * r + i];
-                                        const u32 at = 8 * n + 2 * t + i;
-                                        if (GENERAL) {
-                                            v *= p.scale;
-                                            if (p.soft_cap > 0.0f) v = p.soft_cap * tanh_exact(v / p.soft_cap);
-                                            v = fused(of.slope, distance + float(at), v) * LOG2_E;
-                                        }
-                                        bool sees = (bits >> at) & 1;
-                                        if (SOURCE == BLOCKS && SCORES + MASKS > 0) {
-                                            pair.k_idx = here.index[at];
-                                            if (here.partial[at / 32] >> (at % 32) & 1) sees = sees && keep(p.image, pair);
-                                            if (SCORES > 0) v = change(p.image, v * p.scale, pair) * LOG2_E;
-                                        }
-                                        if (!sees) v = -infinity();
-                                    }
-                                }
-                            }
-                        }
-                    }
-                }
-                if (holes) {
-                    // A value whose key no query sees may be anything, also NaN: make it 0.
-                    u32 seen = 0;
-                    if (mine) {
-                        UNROLL
-                        for (u32 s = 0; s < SPREAD; s++) {
-                            UNROLL
-                            for (u32 n = 0; n < TILES; n++) {
-                                UNROLL
-                                for (u32 i = 0; i < 4; i++) seen |= u32(x[s][n][i] != -infinity()) << (2 * n + i % 2);
-                            }
-                        }
-                    }
-                    seen |= shfl_xor(seen, 4);
-                    seen |= shfl_xor(seen, 8);
-                    seen |= shfl_xor(seen, 16);
-                    if (g == 0) room.seen[warp()][t] = seen;
-                    block_sync();
-                    NO_UNROLL
-                    for (u32 i = thread_x(); i < KEYS * (VALUES / 8); i += THREADS) {
-                        u32 key = i / (VALUES / 8), any = 0;
-                        UNROLL
-                        for (u32 w = 0; w < WARPS; w++) any |= room.seen[w][key % 8 / 2];
-                        if (!(any >> (2 * (key / 8) + key % 2) & 1)) {
-                            store16(chunk_at<VALUES>(stage + K_BYTES, key, i % (VALUES / 8)), U4{0, 0, 0, 0});
-                        }
-                    }
-                    block_sync();
-                }
-                if (mine) {
-                    u32 w[SPREAD][TILES][2];
-                    weigh(x, w, factor, state);
-                    add_values(w, stage + K_BYTES, state);
-                }
-                note(room.of[after], found);
-                slot = next;
-            }
+        for (; base < desk.reached.hi; base += KEYS) {
             cp_async_wait<0>();
-            const Output out = output_of(p, item, member, row);
-            UNROLL
-            for (u32 s = 0; s < SPREAD; s++) {
-                UNROLL
-                for (u32 r = 0; r < 2; r++) {
-                    const float m = state.m[s][r] * factor, l = row_sum(state.l[s][r]);
-                    const u32 of = from + warp() * WARP_ROWS + 16 * s + 8 * r + g;
-                    if (of >= lanes) continue;
-                    if (out.direct()) {
-                        const float f = finish(p, out, of, m, l, t == 0 && column == 0);
-                        T* to = output_row<T>(p, out, of);
-                        UNROLL
-                        for (u32 n = 0; n < COLUMNS; n++) {
-                            u32 at = column + 8 * n + 2 * t;
-                            float a = state.o[s][n][2 * r] * f + 0.0f, b = state.o[s][n][2 * r + 1] * f + 0.0f;
-                            if (at < p.Dv) store_pair(to + at, a, b, at + 1 < p.Dv);
-                        }
-                    } else {
-                        if (t == 0 && column == 0) *out.m(of) = m, *out.l(of) = l;
-                        float* to = out.acc(of);
-                        UNROLL
-                        for (u32 n = 0; n < COLUMNS; n++) {
-                            u32 at = column + 8 * n + 2 * t;
-                            if (at < p.Dv) to[at] = state.o[s][n][2 * r];
-                            if (at + 1 < p.Dv) to[at + 1] = state.o[s][n][2 * r + 1];
-                        }
-                    }
-                }
+            block_sync();
+            if (base + KEYS < desk.reached.hi) {
+                u32 next = base / KEYS + 1;
+                fetch(p, room.of[next % 3], stages + next % 2 * STAGE, desk.column, whole);
             }
+            cp_async_commit();
+            const Found found = find(desk, base + 2 * KEYS);
+            step(p, room, queries, stages + base / KEYS % 2 * STAGE, base, factor, state);
+            note(room.of[(base / KEYS + 2) % 3], found);
+        }
+        cp_async_wait<0>();
+        leave(p, desk, factor, state);
+        block_sync();
+        if (thread_x() == 0) {
+            advance(p, desk);
+            reach_out(p, desk);
         }
     }
 }

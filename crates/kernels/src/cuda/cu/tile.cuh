@@ -38,36 +38,35 @@ DEVICE U4 load_chunk(const T* row, u32 width, u32 chunk, bool aligned) {
     return U4{w[0], w[1], w[2], w[3]};
 }
 
-// Brings one chunk of a row of `width` elements into shared memory; `row` 0 is a row of zeros. `whole`: all rows are aligned
-// and of whole chunks, and the copy is asynchronous.
-DEVICE void bring(u8* to, u64 row, u32 width, u32 chunk, bool whole) {
-    if (whole) {
-        bool valid = row != 0 && chunk * 8 < width;
-        cp_async_16(to, reinterpret_cast<const void*>(valid ? row + chunk * 16 : row), valid);
-    } else {
-        U4 r{0, 0, 0, 0};
-        if (row != 0) r = load_chunk(reinterpret_cast<const T*>(row), width, chunk, false);
-        store16(to, r);
-    }
+// Brings one chunk of a row of `width` elements into shared memory, asynchronously; the row is aligned and of whole chunks.
+// `row` 0 is a row of zeros.
+DEVICE void bring(u8* to, u64 row, u32 width, u32 chunk) {
+    bool valid = row != 0 && chunk * 8 < width;
+    cp_async_16(to, reinterpret_cast<const void*>(row + chunk * 16), valid);
+}
+// The same of any row, at once.
+DEVICE void bring_slowly(u8* to, u64 row, u32 width, u32 chunk) {
+    U4 r{0, 0, 0, 0};
+    if (row != 0) r = load_chunk(reinterpret_cast<const T*>(row), width, chunk, false);
+    store16(to, r);
 }
 
-// The A fragment of rows row..row + 15 and elements 16 k.. of a tile.
+// The A fragment of rows row..row + 15 and elements 16 k.. of a tile; `l` is the lane.
 template <u32 W>
-DEVICE void load_a(u32 (&a)[4], u8* tile, u32 row, u32 k) {
-    u32 l = lane();
+DEVICE void load_a(u32 (&a)[4], u8* tile, u32 row, u32 k, u32 l) {
     ldmatrix_x4(a, chunk_at<W>(tile, row + (l & 15), 2 * k + (l >> 4)));
 }
 // The B fragments of K^T: elements 16 k.. of keys key..key + 7, and of the eight after them.
 template <u32 W>
-DEVICE void load_k(u32 (&first)[2], u32 (&second)[2], u8* tile, u32 key, u32 k) {
-    u32 l = lane(), r[4];
+DEVICE void load_k(u32 (&first)[2], u32 (&second)[2], u8* tile, u32 key, u32 k, u32 l) {
+    u32 r[4];
     ldmatrix_x4(r, chunk_at<W>(tile, key + (l & 7) + ((l >> 4) << 3), 2 * k + ((l >> 3) & 1)));
     first[0] = r[0], first[1] = r[1], second[0] = r[2], second[1] = r[3];
 }
 // The B fragments of V: columns 16 n..16 n + 7 of keys key..key + 15, and the eight columns after them.
 template <u32 W>
-DEVICE void load_v(u32 (&first)[2], u32 (&second)[2], u8* tile, u32 key, u32 n) {
-    u32 l = lane(), r[4];
+DEVICE void load_v(u32 (&first)[2], u32 (&second)[2], u8* tile, u32 key, u32 n, u32 l) {
+    u32 r[4];
     ldmatrix_x4_trans(r, chunk_at<W>(tile, key + (l & 15), 2 * n + (l >> 4)));
     first[0] = r[0], first[1] = r[1], second[0] = r[2], second[1] = r[3];
 }

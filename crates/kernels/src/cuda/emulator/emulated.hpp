@@ -298,6 +298,7 @@ DEVICE u32 warp_max(u32 v) {
     return r;
 }
 
+DEVICE u32 opaque(u32 v) { return v; }
 DEVICE u32 popcount(u32 v) { return __builtin_popcount(v); }
 DEVICE u32 leading_zeros(u32 v) { return v ? __builtin_clz(v) : 32; }
 DEVICE u32 lowest_bit(u32 v) { return __builtin_ffs(v); }
