@@ -7,6 +7,7 @@ mod bench;
 mod exit;
 mod explain;
 mod interrupt;
+mod kernels;
 mod machine;
 mod output;
 mod parity;
@@ -40,6 +41,8 @@ enum Command {
     Explain(explain::Arguments),
     /// Say what is compiled in and which devices are here.
     Backends(backends::Arguments),
+    /// Compile CUDA kernels ahead of time.
+    Kernels(kernels::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::command(args),
         Command::Explain(args) => explain::command(args),
         Command::Backends(args) => backends::command(args),
+        Command::Kernels(args) => kernels::command(args),
     };
     match outcome {
         Ok(exit) => exit.into(),

@@ -1,7 +1,11 @@
 //! The one list of compiled backends, and `mstar backends`, which says what is in it and what the machine has.
 
+#[cfg(feature = "cuda")]
+mod compiler;
+#[cfg(not(feature = "cuda"))]
+#[path = "compiler_off.rs"]
+mod compiler;
 mod device;
-mod nvrtc;
 mod registry;
 mod softmax;
 #[cfg(all(test, feature = "paged", feature = "dense"))]
@@ -75,10 +79,15 @@ fn as_text(machine: &Machine, driver: &Result<Driver, NoCuda>) -> String {
             }
         }
     }
-    out += &match nvrtc::find() {
-        Some(path) => wrap("  nvrtc    ", &path.display().to_string()),
-        None => wrap("  nvrtc    ", nvrtc::HOW_TO_GET),
-    };
+    out += &wrap("  nvrtc    ", &compiler_line());
+    if let Some((folder, kernels, size)) = compiler::cache() {
+        let held = match kernels {
+            0 => "empty".into(),
+            1 => format!("1 kernel, {}", bytes(size.into())),
+            n => format!("{n} kernels, {}", bytes(size.into())),
+        };
+        out += &wrap("  cache    ", &format!("{} ({held})", folder.display()));
+    }
     out
 }
 
@@ -109,6 +118,13 @@ fn cpu_line(machine: &Machine) -> String {
         _ => "memory not told".into(),
     };
     format!("{name}, {} (it has {}), {threads}, {memory}", machine.isa.name(), others.join(", "))
+}
+
+fn compiler_line() -> String {
+    match compiler::nvrtc() {
+        Ok((path, (major, minor))) => format!("{path}, version {major}.{minor}"),
+        Err(why) => why.to_string(),
+    }
 }
 
 fn as_json(machine: &Machine, driver: &Result<Driver, NoCuda>) -> Value {
@@ -153,7 +169,13 @@ fn as_json(machine: &Machine, driver: &Result<Driver, NoCuda>) -> Value {
             "memory_available_bytes": machine.memory_available,
         },
         "cuda": cuda,
-        "nvrtc": nvrtc::find().map(|path| path.display().to_string()),
+        "nvrtc": match compiler::nvrtc() {
+            Ok((path, (major, minor))) => json!({ "path": path, "version": format!("{major}.{minor}"), "why": null }),
+            Err(why) => json!({ "path": null, "version": null, "why": why }),
+        },
+        "kernel_cache": compiler::cache().map(|(folder, kernels, bytes)| {
+            json!({ "folder": folder.display().to_string(), "kernels": kernels, "bytes": bytes })
+        }),
     })
 }
 

@@ -5,7 +5,7 @@
 //! | `driver` | what the machine has; makes nothing |
 //! | `api` | the driver's calls, and the same of a device made of the host |
 //! | `context` | a device in use: its primary context and what it can do |
-//! | [`jit`] | kernels compiled for a device, and kept on disk |
+//! | [`jit`], [`variants`] | kernels compiled for a device, and kept on disk; the list that is compiled ahead of time |
 //! | `memory` | device memory, and host memory pinned for it; owned by [`Buffer`](crate::Buffer) |
 //! | `queue`, `graph` | streams and events; work taken down once and replayed |
 //! | `launch`, `transfer` | modules, kernels and their launch; copies, fills and calls of the host in stream order |
@@ -24,6 +24,7 @@ mod queue;
 #[cfg(test)]
 mod tests;
 mod transfer;
+pub mod variants;
 
 #[cfg(feature = "emulator")]
 pub use api::emulate;

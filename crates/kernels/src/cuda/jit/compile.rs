@@ -17,7 +17,7 @@ const GENERATION: &str = "mstar kernels 1";
 
 /// A binary, ready to be loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Image {
+pub enum Binary {
     /// A CUDA binary, for the driver.
     Cubin(Vec<u8>),
     /// A shared object's file, for the host's loader.
@@ -28,12 +28,12 @@ pub enum Image {
 #[derive(Debug)]
 pub struct Compiled {
     /// The binary.
-    pub image: Image,
+    pub binary: Binary,
     /// What it takes; zeros for the emulator.
     pub resources: Resources,
     /// Whether it came from disk.
     pub cached: bool,
-    /// Holds an image's file that is in no cache, until it was loaded.
+    /// Holds a binary's file that is in no cache, until it was loaded.
     _file: Option<tempfile::TempPath>,
 }
 
@@ -71,14 +71,14 @@ fn build(cache: Option<&Cache>, target: Target, key: &Key) -> Result<Compiled, S
             let (major, minor) = nvrtc.version();
             let id = id(key, &headers, &options, &format!("nvrtc {major}.{minor}"));
             if let Some(entry) = cache.and_then(|cache| cache.get(id, "cubin")) {
-                let image = Image::Cubin(entry.binary);
-                return Ok(Compiled { image, resources: entry.resources, cached: true, _file: None });
+                let binary = Binary::Cubin(entry.binary);
+                return Ok(Compiled { binary, resources: entry.resources, cached: true, _file: None });
             }
             let made = nvrtc.compile(key.unit.name(), key.unit.text(), &headers, &options)?;
             let resources = Resources::parse(&made.log)
                 .ok_or_else(|| format!("the compiler's log tells no resources:\n{}", made.log))?;
             keep(cache, id, "cubin", &made.cubin, resources);
-            Ok(Compiled { image: Image::Cubin(made.cubin), resources, cached: false, _file: None })
+            Ok(Compiled { binary: Binary::Cubin(made.cubin), resources, cached: false, _file: None })
         }
         #[cfg(feature = "emulator")]
         Target::Emulated => {
@@ -91,13 +91,13 @@ fn build(cache: Option<&Cache>, target: Target, key: &Key) -> Result<Compiled, S
             let headers = headers(key, |_| true);
             let id = id(key, &headers, &options, twin.version());
             if let Some(entry) = cache.and_then(|cache| cache.get(id, "so")) {
-                let image = Image::Shared(entry.path);
-                return Ok(Compiled { image, resources: entry.resources, cached: true, _file: None });
+                let binary = Binary::Shared(entry.path);
+                return Ok(Compiled { binary, resources: entry.resources, cached: true, _file: None });
             }
             let made = twin.compile(key.unit.name(), key.unit.text(), &headers, &options)?;
             let resources = Resources::default();
             if let Some(path) = keep(cache, id, "so", &made, resources) {
-                return Ok(Compiled { image: Image::Shared(path), resources, cached: false, _file: None });
+                return Ok(Compiled { binary: Binary::Shared(path), resources, cached: false, _file: None });
             }
             let write = || {
                 let mut file = tempfile::Builder::new().suffix(".so").tempfile()?;
@@ -107,7 +107,7 @@ fn build(cache: Option<&Cache>, target: Target, key: &Key) -> Result<Compiled, S
             let file =
                 write().map_err(|why: std::io::Error| format!("no file for the shared object: {why}"))?;
             Ok(Compiled {
-                image: Image::Shared(file.to_path_buf()),
+                binary: Binary::Shared(file.to_path_buf()),
                 resources,
                 cached: false,
                 _file: Some(file),

@@ -14,6 +14,7 @@
 //! | `key` | the name of a variant |
 //! | `target` | what to compile for |
 //! | `compile` | cache or compiler, and what names a cached binary |
+//! | `store` | what this process has loaded: [`prepare`] when planning, [`function`] when running |
 //! | `nvrtc`, `find` | the run-time compiler's binding, and where it may lie |
 //! | `twin` | the emulator's compiler |
 //! | `cache` | compiled kernels on disk |
@@ -27,17 +28,19 @@ mod key;
 mod nvrtc;
 mod resources;
 mod source;
+mod store;
 mod target;
 #[cfg(feature = "emulator")]
 mod twin;
 mod watch;
 
-pub use compile::{Compiled, Image, compile};
+pub use compile::{Binary, Compiled, compile};
 pub use find::CURE;
 pub use key::{Defines, Key};
 pub use nvrtc::Nvrtc;
 pub use resources::Resources;
 pub use source::Unit;
+pub use store::{function, prepare};
 pub use target::Target;
 pub use watch::{Event, watch};
 

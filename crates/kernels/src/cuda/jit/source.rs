@@ -17,9 +17,24 @@ macro_rules! file {
     };
 }
 
+macro_rules! unit {
+    ($name:literal) => {
+        Unit::of($name, include_str!(concat!("../cu/", $name)))
+    };
+}
+
 /// Files that a unit may include, each listed once: name, text.
-const HEADERS: &[(&str, &str)] =
-    &[file!("list.cuh"), file!("ptx.cuh"), (EMULATED, include_str!("../emulator/emulated.hpp"))];
+const HEADERS: &[(&str, &str)] = &[
+    // From the bottom up.
+    file!("ptx.cuh"),
+    file!("list.cuh"),
+    file!("gather.cuh"),
+    file!("mods.cuh"),
+    file!("finish.cuh"),
+    file!("latent.cuh"),
+    // For a host compiler alone.
+    (EMULATED, include_str!("../emulator/emulated.hpp")),
+];
 
 /// What `ptx.cuh` includes for a host compiler alone.
 pub(super) const EMULATED: &str = "emulated.hpp";
@@ -28,6 +43,17 @@ pub(super) const EMULATED: &str = "emulated.hpp";
 pub(super) const SNIPPET: &str = "snippet.cuh";
 
 impl Unit {
+    /// Any list, dtype and width.
+    pub const PLAIN: Unit = unit!("plain.cu");
+    /// Partial states joined.
+    pub const MERGE: Unit = unit!("merge.cu");
+
+    /// Over latents.
+    pub const LATENT: Unit = unit!("latent.cu");
+
+    /// Every unit.
+    pub const ALL: &[Unit] = &[Unit::PLAIN, Unit::MERGE, Unit::LATENT];
+
     /// A unit of its own text. Units of one name are taken for the same one.
     pub const fn of(name: &'static str, text: &'static str) -> Unit {
         Unit { name, text }
@@ -94,8 +120,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn units_have_names_of_their_own() {
+        let mut names: Vec<&str> = Unit::ALL.iter().map(Unit::name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), Unit::ALL.len());
+    }
+
+    #[test]
     fn every_header_of_ours_is_listed_and_no_other_is_named() {
-        for (name, text) in HEADERS {
+        let units = Unit::ALL.iter().map(|unit| (unit.name(), unit.text()));
+        for (name, text) in HEADERS.iter().copied().chain(units) {
             for inner in included(text) {
                 let known = inner == SNIPPET || HEADERS.iter().any(|(listed, _)| *listed == inner);
                 assert!(known, "{name} includes {inner:?}, which is not in HEADERS of source.rs");

@@ -86,7 +86,7 @@ fn a_variant_is_compiled_once_and_read_after_that_and_a_corrupt_entry_is_rebuilt
         assert!(!first.cached && first.resources.is_clean() && first.resources.registers > 0, "{first:?}");
         let again = compile_in(Some(&cache), target, &key()).unwrap();
         assert!(again.cached);
-        assert_eq!((first.image, first.resources), (again.image, again.resources));
+        assert_eq!((first.binary, first.resources), (again.binary, again.resources));
     }
     assert_eq!(cache.size().0, 2);
     for entry in fs::read_dir(dir.path()).unwrap() {
@@ -110,7 +110,7 @@ fn without_a_folder_it_compiles_all_the_same() {
         let compiled = compile_in(cache.as_ref(), SM90, &key()).unwrap();
         assert!(
             !compiled.cached
-                && matches!(&compiled.image, Image::Cubin(bytes) if bytes.starts_with(b"\x7fELF"))
+                && matches!(&compiled.binary, Binary::Cubin(bytes) if bytes.starts_with(b"\x7fELF"))
         );
     }
 }
@@ -136,8 +136,8 @@ mod emulated {
     use super::*;
 
     /// Runs `double_it` over 32 floats, as the emulator's loader does.
-    fn run(image: &Image) -> Vec<f32> {
-        let Image::Shared(path) = image else { panic!("{image:?}") };
+    fn run(binary: &Binary) -> Vec<f32> {
+        let Binary::Shared(path) = binary else { panic!("{binary:?}") };
         let mut x: Vec<f32> = (0..32).map(|i| i as f32).collect();
         // SAFETY: a library that this test made.
         let library = unsafe { libloading::Library::new(path) }.unwrap();
@@ -156,13 +156,13 @@ mod emulated {
         let cache = Cache::at(dir.path(), 1 << 24);
         let expected: Vec<f32> = (0..32).map(|i| 8.0 * i as f32).collect();
         let first = compile_in(Some(&cache), Target::Emulated, &key()).unwrap();
-        assert_eq!((first.cached, run(&first.image)), (false, expected.clone()));
+        assert_eq!((first.cached, run(&first.binary)), (false, expected.clone()));
         let again = compile_in(Some(&cache), Target::Emulated, &key()).unwrap();
-        assert_eq!((again.cached, run(&again.image)), (true, expected));
-        assert_eq!(first.image, again.image);
+        assert_eq!((again.cached, run(&again.binary)), (true, expected));
+        assert_eq!(first.binary, again.binary);
         let kept_nowhere = compile_in(None, Target::Emulated, &key().with("TIMES", 1)).unwrap();
-        assert_eq!(run(&kept_nowhere.image)[..3], [0.0, 2.0, 4.0]);
-        let Image::Shared(path) = kept_nowhere.image.clone() else { panic!() };
+        assert_eq!(run(&kept_nowhere.binary)[..3], [0.0, 2.0, 4.0]);
+        let Binary::Shared(path) = kept_nowhere.binary.clone() else { panic!() };
         drop(kept_nowhere);
         assert!(!path.exists(), "a file of no cache goes with what it was made for");
     }

@@ -1,0 +1,123 @@
+//! The one list of variants that are compiled ahead of time and judged: what `mstar kernels build` makes, and what CI compiles
+//! for `sm_80` and `sm_90a` and fails on where a kernel spills, uses local memory, or has its matrix instructions serialised.
+//!
+//! It is a pairwise cover of what chooses a variant (dtype, width, mask, mods), at most [`MOST`] long; a run may build others.
+//! Each kernel's author gives a function of their own.
+
+use super::jit::{Key, Resources, Unit};
+
+/// The most that the list may hold.
+pub const MOST: usize = 100;
+
+/// A reason why variants of one kernel may touch local memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Excuse {
+    /// The unit's file name.
+    pub unit: &'static str,
+    /// The kernel's name in it.
+    pub entry: &'static str,
+    /// A define that its variants have; `None` for all of them.
+    pub define: Option<(&'static str, i64)>,
+    /// The most local memory, in bytes a thread.
+    pub stack: u32,
+    /// Why that is right.
+    pub reason: &'static str,
+}
+
+/// Every excuse there is.
+pub const EXCUSES: &[Excuse] = &[];
+
+/// The list.
+pub fn variants() -> Vec<Key> {
+    [plain(), merge(), latent()].concat()
+}
+
+/// The plain kernel: every source once and more, every dtype of queries and keys, every width of a value.
+fn plain() -> Vec<Key> {
+    // Source, queries' and keys' dtype, rows, columns, spans.
+    const SOME: [[i64; 6]; 6] = [
+        [0, 0, 0, 16, 128, 1],
+        [0, 1, 1, 16, 64, 1],
+        [1, 0, 0, 16, 128, 2],
+        [2, 2, 2, 16, 128, 1],
+        [2, 0, 0, 16, 32, 1],
+        [3, 0, 0, 16, 128, 4],
+    ];
+    let names = ["SOURCE", "Q_TYPE", "KV_TYPE", "ROWS", "COLUMNS", "SPANS"];
+    SOME.iter().map(|values| with_all(Key::new(Unit::PLAIN, "plain"), names, *values)).collect()
+}
+
+fn merge() -> Vec<Key> {
+    (0..3).map(|dtype| Key::new(Unit::MERGE, "merge").with("Q_TYPE", dtype).with("LEVELS", 16)).collect()
+}
+
+/// Latents of the two published shapes, at each height of a block.
+fn latent() -> Vec<Key> {
+    const SOME: [[i64; 7]; 3] =
+        [[1, 16, 576, 512, 3, 1, 1], [1, 64, 576, 512, 2, 1, 2], [2, 32, 320, 256, 2, 1, 1]];
+    let names = ["Q_TYPE", "ROWS", "DEPTH", "WIDTH", "STAGES", "MIN_BLOCKS", "CHUNKS"];
+    SOME.iter().map(|values| with_all(Key::new(Unit::LATENT, "latent_attend"), names, *values)).collect()
+}
+
+fn with_all<const N: usize>(key: Key, names: [&'static str; N], values: [i64; N]) -> Key {
+    names.into_iter().zip(values).fold(key, |key, (name, value)| key.with(name, value))
+}
+
+impl Excuse {
+    /// Whether it speaks of this variant.
+    pub fn is_for(&self, key: &Key) -> bool {
+        self.unit == key.unit.name()
+            && self.entry == key.entry
+            && self.define.is_none_or(|define| key.defines.as_slice().contains(&define))
+    }
+}
+
+/// What is wrong with a compiled variant, if anything is.
+pub fn fault(key: &Key, resources: &Resources) -> Option<String> {
+    fault_but_for(EXCUSES, key, resources)
+}
+
+fn fault_but_for(excuses: &[Excuse], key: &Key, resources: &Resources) -> Option<String> {
+    let Resources { spill_stores, spill_loads, stack, serialised, .. } = *resources;
+    if serialised > 0 {
+        return Some(format!("{serialised} warnings of serialised matrix instructions"));
+    }
+    let excused = excuses.iter().filter(|excuse| excuse.is_for(key)).map(|excuse| excuse.stack).max();
+    if resources.is_clean() || stack <= excused.unwrap_or(0) {
+        return None;
+    }
+    Some(format!("{stack} bytes of local memory a thread ({spill_stores} spilled, {spill_loads} loaded)"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn the_list_is_short_names_nothing_twice_and_excuses_nothing_that_is_not_there() {
+        let all = variants();
+        assert!(all.len() <= MOST, "{} variants", all.len());
+        let distinct: HashSet<&Key> = all.iter().collect();
+        assert_eq!(distinct.len(), all.len(), "a variant is listed twice");
+        for excuse in EXCUSES {
+            assert!(all.iter().any(|key| excuse.is_for(key)), "{excuse:?} speaks of no variant");
+        }
+    }
+
+    #[test]
+    fn a_spill_is_a_fault_unless_it_is_excused_and_within_what_was_excused() {
+        let key = Key::new(Unit::of("a.cu", ""), "run").with("WIDTH", 256);
+        let clean = Resources { registers: 255, shared: 1024, ..Resources::default() };
+        assert_eq!(fault_but_for(&[], &key, &clean), None);
+        let spills = Resources { spill_stores: 8, spill_loads: 8, stack: 8, ..clean };
+        assert!(fault_but_for(&[], &key, &spills).unwrap().contains("8 bytes of local memory"));
+        let excuse = |define, stack| Excuse { unit: "a.cu", entry: "run", define, stack, reason: "" };
+        assert_eq!(fault_but_for(&[excuse(None, 8)], &key, &spills), None);
+        assert_eq!(fault_but_for(&[excuse(Some(("WIDTH", 256)), 16)], &key, &spills), None);
+        assert!(fault_but_for(&[excuse(Some(("WIDTH", 128)), 16)], &key, &spills).is_some());
+        assert!(fault_but_for(&[excuse(None, 4)], &key, &spills).is_some());
+        let serialised = Resources { serialised: 1, ..clean };
+        assert!(fault_but_for(&[excuse(None, 1024)], &key, &serialised).is_some(), "never excused");
+    }
+}
