@@ -195,8 +195,8 @@ fn the_last_hidden_state_of_each_row_is_picked() {
 #[test]
 fn any_number_of_workers_and_any_capacity_is_bounded_or_refused() {
     let batch = batch(&[(1, 40), (40, 90)]);
-    let want =
-        batch.run_plan(&batch.plan(&PlanOptions::default()), &mut Workspace::with_bytes(1 << 22).unwrap());
+    let plan = batch.plan(&PlanOptions::default());
+    let want = batch.run_plan(&plan, &mut Workspace::for_plan(&plan).unwrap());
     for workers in [1, 7, 1000, 1 << 20, 1 << 58, 1 << 61, usize::MAX] {
         let plan = batch.plan(&PlanOptions { workers, ..PlanOptions::default() });
         assert!(plan.workspace_bytes() > 1 << 12, "{workers}: {}", plan.workspace_bytes());
