@@ -1,7 +1,8 @@
 //! A batch over `[prefix | fresh]`, checked once and cut into work.
 
+use mstar_kernels::Stream;
 use mstar_kernels::dense::{is_for, schedule, workspace_bytes};
-use mstar_kernels::paged::ScheduleOptions;
+use mstar_kernels::paged::{ScheduleOptions, Target};
 use mstar_kernels::work::WorkList;
 
 use crate::{Error, Geometry, PlanOptions, Planned, Prefix, Result, Table, Variant};
@@ -142,13 +143,28 @@ impl DensePlan {
         }
         let workers = if options.workers == 0 { rayon::current_num_threads() } else { options.workers };
         let pad_to = options.capacity.map(|capacity| capacity.tokens);
-        let how = ScheduleOptions { workers, cascade: false, pad_to };
+        let target = Target::of(options.device);
+        let how = ScheduleOptions { workers, cascade: false, pad_to, target };
         schedule(geometry, variant, table, &how, &mut self.work)?;
         (self.geometry, self.variant, self.options) = (*geometry, *variant, *options);
         self.workers = workers;
         self.workspace_bytes = workspace_bytes(&self.work, workers);
         self.describe(table);
         Ok(())
+    }
+
+    /// Has the plan ready on the stream's device, in stream order. Belongs to planning; never waits for the device, but for
+    /// kernels that have to be compiled. On the CPU there is nothing to do.
+    ///
+    /// # Errors
+    /// A plan that was made for another device; a kernel that cannot be built; memory that cannot be had.
+    pub fn stage(&mut self, stream: &Stream) -> Result<()> {
+        if stream.device() != self.options.device {
+            let why = "the stream is of another device than the plan's options".into();
+            let got = format!("{}, planned for {}", stream.device(), self.options.device);
+            return Err(Error::Parameter { name: "stream", why, got });
+        }
+        self.work.stage(stream)
     }
 
     /// Fills what others read of a plan; the table has been checked.

@@ -1,5 +1,6 @@
 //! What a caller may ask of a run beside its result.
 
+use mstar_kernels::Device;
 use mstar_kernels::paged::ScheduleOptions;
 
 /// Auxiliary results to compute.
@@ -21,10 +22,18 @@ pub struct AuxOutput {
 }
 
 /// Choices of how a run is done. None of them changes a bit of the result.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct KernelOptions {
     /// Threads that a run may use; 0 stands for the rayon pool that plans.
     pub workers: usize,
+    /// Where the plan runs; a plan for a device is staged before it does.
+    pub device: Device,
+}
+
+impl Default for KernelOptions {
+    fn default() -> KernelOptions {
+        KernelOptions { workers: 0, device: Device::Cpu }
+    }
 }
 
 impl KernelOptions {

@@ -1,10 +1,10 @@
 //! A mask checked once and cut into work, for as many layers as see it.
 
-use mstar_kernels::Result;
-use mstar_kernels::flex::{Geometry, is_for, schedule, workspace_bytes};
-use mstar_kernels::paged::ScheduleOptions;
+use mstar_kernels::flex::{Geometry, ScoreMod, is_for, schedule, stage, workspace_bytes};
+use mstar_kernels::paged::{ScheduleOptions, Target};
 use mstar_kernels::plan::{Planned, Workspace};
 use mstar_kernels::work::WorkList;
+use mstar_kernels::{Error, Result, Stream};
 
 use crate::{BlockMask, KernelOptions, MaskRule};
 
@@ -61,13 +61,29 @@ impl Plan {
 
     fn make(&mut self, geometry: &Geometry, mask: &BlockMask, options: &KernelOptions) -> Result<()> {
         let workers = options.threads();
-        let how = ScheduleOptions { workers, cascade: false, pad_to: None };
+        let target = Target::of(options.device);
+        let how = ScheduleOptions { workers, cascade: false, pad_to: None, target };
         schedule(geometry, &mask.blocks(), &how, &mut self.work)?;
         self.geometry = *geometry;
         (self.rule, self.q_offset) = (mask.rule().clone(), mask.q_offset());
         (self.options, self.workers) = (*options, workers);
         self.workspace_bytes = workspace_bytes(&self.work, workers);
         Ok(())
+    }
+
+    /// Has the plan ready on the stream's device, for calls with these score mods: in stream order. Belongs to planning; never waits
+    /// for the device, but for kernels that have to be compiled. On the CPU there is nothing to do.
+    ///
+    /// # Errors
+    /// A plan that was made for another device; mods that a call would refuse, or that have no CUDA half; a kernel that cannot be
+    /// built; memory that cannot be had.
+    pub fn stage(&mut self, stream: &Stream, score_mods: &[ScoreMod<'_>]) -> Result<()> {
+        if stream.device() != self.options.device {
+            let why = "the stream is of another device than the plan's options".into();
+            let got = format!("{}, planned for {}", stream.device(), self.options.device);
+            return Err(Error::Parameter { name: "stream", why, got });
+        }
+        stage(stream, &mut self.work, score_mods, &self.rule.mask_mods())
     }
 
     /// Room for masks of so many blocks of queries and listed blocks, so that planning them allocates little or nothing.

@@ -210,3 +210,13 @@ pub(crate) unsafe fn transfer(
 pub(crate) unsafe fn fill(stream: &Stream, _dst: *mut u8, _value: u8, _bytes: usize) -> Result<()> {
     none(stream.device())
 }
+
+/// What a device has of a work list: nothing, in a build without CUDA.
+#[cfg(feature = "lists")]
+#[derive(Clone, Debug, Default)]
+pub(crate) struct StagedList;
+
+#[cfg(feature = "lists")]
+impl StagedList {
+    pub(crate) fn forget(&mut self) {}
+}

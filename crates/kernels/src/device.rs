@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::{Error, Result, Stream};
+
 /// A device: the host's processors, or one CUDA card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
@@ -18,5 +20,16 @@ impl fmt::Display for Device {
             Device::Cpu => f.write_str("cpu"),
             Device::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
         }
+    }
+}
+
+/// Refuses a device that this build has no kernels for.
+pub(crate) fn supported(operation: &'static str, stream: &Stream) -> Result<Device> {
+    match stream.device() {
+        Device::Cuda(_) if !cfg!(feature = "cuda") => {
+            let why = "this build is without CUDA; build it with the feature `cuda`".into();
+            Err(Error::Unsupported { operation, device: stream.device(), why })
+        }
+        device => Ok(device),
     }
 }

@@ -8,6 +8,7 @@
 //! | --- | --- |
 //! | [`view`], [`dtype`] | pointer, device, dtype, shape and element strides in one value |
 //! | [`buffer`] | owned, aligned, counted memory |
+//! | [`staged`](mod@staged) | bytes that the host writes over and over, and a device reads at one address |
 //! | [`device`], [`stream`] | where memory lives, and the caller's queue of work |
 //! | [`copy`](mod@copy) | whole tensors between the host and devices |
 //! | [`reference`](mod@reference) | the oracle: every operation in plain f64 loops over raw arrays |
@@ -35,6 +36,8 @@ pub mod cuda;
 #[cfg(feature = "dense")]
 pub mod dense;
 pub mod device;
+#[cfg(feature = "lists")]
+mod dispatch;
 #[cfg(feature = "dsa")]
 pub mod dsa;
 pub mod dtype;
@@ -49,6 +52,7 @@ pub mod mutant;
 pub mod paged;
 pub mod plan;
 pub mod reference;
+pub mod staged;
 pub mod stream;
 pub mod synth;
 #[cfg(all(test, any(feature = "dense", feature = "flex")))]
@@ -62,5 +66,6 @@ pub use copy::{copy, copy_async, fill};
 pub use device::Device;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
+pub use staged::Staged;
 pub use stream::Stream;
 pub use view::{Dims, TensorMut, TensorRef};

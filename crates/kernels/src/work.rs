@@ -13,7 +13,9 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::paged::{Geometry, Stored, Variant};
+use crate::Result;
+use crate::Stream;
+use crate::paged::{Geometry, Stored, Target, Variant};
 
 /// [`Member::partial`] of an item that writes the row's final result.
 pub const DIRECT: u64 = u64::MAX;
@@ -213,6 +215,14 @@ pub struct WorkList {
     pub(crate) scratch: crate::paged::Scratch,
     pub(crate) segments: Segments,
     pub(crate) blocks: Blocks,
+    /// For whom it was cut.
+    pub(crate) target: Target,
+    /// Of a list cut for a device: items of few query vectors, which come first.
+    pub(crate) few: usize,
+    /// Whether it is made again for batches of the same shape, over which a captured run goes.
+    pub(crate) fixed: bool,
+    /// What a device has of it.
+    pub(crate) staged: crate::cuda::StagedList,
 }
 
 impl Default for WorkList {
@@ -251,11 +261,30 @@ impl Default for WorkList {
             scratch: Default::default(),
             segments: Segments::default(),
             blocks: Blocks::default(),
+            target: Target::Threads,
+            few: 0,
+            fixed: false,
+            staged: Default::default(),
         }
     }
 }
 
 impl WorkList {
+    /// Has the list ready on the stream's device: kernels built, the records on their way, in stream order. Belongs to planning.
+    /// On the CPU, and for a list that is staged as it is, there is nothing to do. A list over blocks whose calls have mods is staged by
+    /// `flex::stage`.
+    ///
+    /// # Errors
+    /// A list that was not cut for a device; a kernel that cannot be built; memory that cannot be had.
+    pub fn stage(&mut self, stream: &Stream) -> Result<()> {
+        let _device = crate::device::supported("a work list", stream)?;
+        #[cfg(feature = "cuda")]
+        if _device != crate::Device::Cpu {
+            return crate::cuda::exec::stage(self, stream);
+        }
+        Ok(())
+    }
+
     /// The geometry that the list was made for; over latents, one key head whose value is part of its key.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry

@@ -64,7 +64,7 @@ fn bytes(
     let indices: Vec<i32> = (0..(rows * blocks) as i32).collect();
     let full = KvBlocks { indptr: &indptr, indices: &indices };
     let mask = BlockMask::from_kv_blocks(shape, full, KvBlocks::NONE, MaskRule::Whole)?;
-    Ok(Plan::new(geometry, &mask, &KernelOptions { workers })?.workspace_bytes())
+    Ok(Plan::new(geometry, &mask, &KernelOptions { workers, ..KernelOptions::default() })?.workspace_bytes())
 }
 
 #[cfg(test)]

@@ -88,7 +88,7 @@ impl FlexOptions {
         let document_frames = if documents { f.count("document_frames", 1..=i32::MAX as u64) } else { None };
         let workers = f.count_or("workers", 0, 0..=1024);
         f.finish("with these mods");
-        let kernel_options = KernelOptions { workers };
+        let kernel_options = KernelOptions { workers, ..KernelOptions::default() };
         FlexOptions { score_mods, mask_mods, rel_bias, document_frames, kernel_options }
     }
 }

@@ -39,7 +39,10 @@ fn a_layer_of_a_planned_pass_allocates_nothing() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
     mstar_kernels::cpu::Isa::current(); // asked of the machine once a process
     pool.install(|| {
-        let options = FlexOptions { kernel_options: KernelOptions { workers: 4 }, ..FlexOptions::default() };
+        let options = FlexOptions {
+            kernel_options: KernelOptions { workers: 4, ..KernelOptions::default() },
+            ..FlexOptions::default()
+        };
         let rig = Rig::new(config(vec![RingGeometry::last(2)], 1), Softmax::scaled(0.6), options);
         for frame in 0..4 {
             let pass = Pass { world: 0, frame, commit: true, content: frame };

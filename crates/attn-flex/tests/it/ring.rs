@@ -258,7 +258,7 @@ fn compacted(pass: &Pass, frames: &[Pass], layer: usize, cap: Option<f32>, worke
         kv_dtype: DType::F32,
     };
     let mask = BlockMask::full(MaskShape { block_q: F, ..MaskShape::new(F, m) }).unwrap();
-    let plan = Plan::new(&geometry, &mask, &KernelOptions { workers }).unwrap();
+    let plan = Plan::new(&geometry, &mask, &KernelOptions { workers, ..KernelOptions::default() }).unwrap();
     let (mut o, mut lse) = (vec![7f32; F * H * DV], vec![7f32; F * H]);
     let mods: Vec<ScoreMod> = cap.map(ScoreMod::SoftCap).into_iter().collect();
     let inputs = Inputs {
@@ -291,7 +291,7 @@ fn f34_a_ring_has_the_bits_of_its_compacted_keys() {
             };
             let softmax = Softmax { logits_soft_cap: cap, ..Softmax::scaled(0.6) };
             let score_mods = vec![if cap.is_some() { ScoreChoice::SoftCap } else { ScoreChoice::None }];
-            let kernel_options = KernelOptions { workers };
+            let kernel_options = KernelOptions { workers, ..KernelOptions::default() };
             let options = FlexOptions { score_mods, kernel_options, ..FlexOptions::default() };
             let rig = Rig::new(config(vec![g], 2), softmax, options);
             let mut worlds = [World::default(), World::default()];

@@ -107,7 +107,7 @@ fn what_was_not_asked_for_is_not_returned_and_changes_nothing() {
     let args = FlexArgs { enable_gqa: true, ..FlexArgs::default() };
     let (plain, none) = case.call(&args).unwrap();
     let asked = AuxRequest { lse: true, max_scores: false };
-    let workers = KernelOptions { workers: 3 };
+    let workers = KernelOptions { workers: 3, ..KernelOptions::default() };
     let (with, some) = case.call(&FlexArgs { return_aux: asked, kernel_options: workers, ..args }).unwrap();
     assert!(plain == with && none.lse.is_none() && none.max_scores.is_none());
     assert!(some.lse.is_some() && some.max_scores.is_none());
@@ -166,14 +166,20 @@ fn a_mask_holds_however_it_is_made() {
 fn a_plan_stands_while_its_blocks_do() {
     let shape = MaskShape::new(300, 900);
     let mut mask = BlockMask::causal(shape, 600).unwrap();
-    let options = KernelOptions { workers: 2 };
+    let options = KernelOptions { workers: 2, ..KernelOptions::default() };
     let mut plan = Plan::new(&GEOMETRY, &mask, &options).unwrap();
     assert_eq!(plan.replan(&GEOMETRY, &mask, &options).unwrap(), Planned::Unchanged);
     mask.update([0, 0, 1], 2..3, 0..0).unwrap();
     assert_eq!(plan.replan(&GEOMETRY, &mask, &options).unwrap(), Planned::Changed);
-    assert_eq!(plan.replan(&GEOMETRY, &mask, &KernelOptions { workers: 1 }).unwrap(), Planned::Changed);
+    assert_eq!(
+        plan.replan(&GEOMETRY, &mask, &KernelOptions { workers: 1, ..KernelOptions::default() }).unwrap(),
+        Planned::Changed
+    );
     let other = BlockMask::full(MaskShape { batch: 3, ..shape }).unwrap();
     assert!(plan.replan(&GEOMETRY, &other, &options).is_err());
-    assert_eq!(plan.replan(&GEOMETRY, &mask, &KernelOptions { workers: 1 }).unwrap(), Planned::Unchanged);
+    assert_eq!(
+        plan.replan(&GEOMETRY, &mask, &KernelOptions { workers: 1, ..KernelOptions::default() }).unwrap(),
+        Planned::Unchanged
+    );
     assert!(plan.plan_bytes() > 0 && plan.workers() == 1);
 }

@@ -8,6 +8,7 @@ use super::case::Case;
 use super::compare::{self, Judgement};
 use super::find::Found;
 use super::ops::{Computed, Engine, NotRun, Op, Outputs};
+use super::place::Place;
 use super::{Backend, dump, selection};
 
 /// What became of one case.
@@ -52,7 +53,7 @@ impl Report {
 }
 
 /// Reads, runs and judges one case, and dumps what was computed where that is asked for.
-pub(super) fn judge(found: &Found, backend: Backend, dump_folder: Option<&Path>) -> Report {
+pub(super) fn judge(found: &Found, backend: Backend, place: &Place, dump_folder: Option<&Path>) -> Report {
     let report =
         |about, outcome| Report { label: found.label.clone(), path: found.path.clone(), about, outcome };
     if let Some(fault) = &found.fault {
@@ -76,7 +77,7 @@ pub(super) fn judge(found: &Found, backend: Backend, dump_folder: Option<&Path>)
         let why = format!("backend {family} does not run {op}; {} does", op.family());
         return report(Some(about), Outcome::Unsupported(why));
     }
-    let outputs = match op.run(&case, engine) {
+    let outputs = match op.run(&case, engine, place) {
         Ok(outputs) => outputs,
         Err(NotRun::Unsupported(why)) => return report(Some(about), Outcome::Unsupported(why)),
         Err(NotRun::Failed(why)) => {

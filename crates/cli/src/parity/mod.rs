@@ -20,6 +20,7 @@ mod header;
 mod judge;
 mod ops;
 mod params;
+mod place;
 mod report;
 mod selection;
 mod shapes;
@@ -28,6 +29,7 @@ use std::path::PathBuf;
 
 use anyhow::{Result, anyhow};
 use mstar_core::spec::DeviceChoice;
+use mstar_kernels::Device;
 
 use crate::exit::Exit;
 use crate::{backends, text};
@@ -45,7 +47,7 @@ pub(crate) struct Arguments {
     /// Recorded cases: `.safetensors` files, or folders that are searched for them.
     #[arg(required = true, value_name = "CASE")]
     cases: Vec<PathBuf>,
-    /// Where to run: auto or cpu.
+    /// Where to run: auto, cpu or cuda:N.
     #[arg(long, default_value = "auto", value_name = "DEVICE")]
     device: String,
     /// What runs the cases. `auto` takes each case's own backend; `reference` is the f64 oracle, for any op.
@@ -95,7 +97,8 @@ impl Backend {
 /// Runs the subcommand.
 pub(crate) fn command(args: Arguments) -> Result<Exit> {
     let device = device(&args.device)?;
-    let device = device.as_str();
+    let place = place::Place::new(device)?;
+    let device = device.to_string();
     let mut reports = Vec::new();
     let mut table = report::Table::to_stdout(!args.json);
     let all = find::find(&args.cases);
@@ -103,24 +106,28 @@ pub(crate) fn command(args: Arguments) -> Result<Exit> {
         dump::distinct(folder, &all)?;
     }
     for found in all {
-        let report = judge::judge(&found, args.backend, args.dump.as_deref());
+        let report = judge::judge(&found, args.backend, &place, args.dump.as_deref());
         table.add(&report)?;
         reports.push(report);
     }
     if args.json {
-        text::print(&report::json(&reports, device)?)?;
+        text::print(&report::json(&reports, &device)?)?;
     } else {
-        table.end(&reports, device)?;
+        table.end(&reports, &device)?;
     }
     Ok(report::exit(&reports))
 }
 
 /// Settles `--device`; `auto` says on stderr what it came to.
-fn device(name: &str) -> Result<String> {
+fn device(name: &str) -> Result<Device> {
     let choice = DeviceChoice::parse(name).map_err(|why| anyhow!("--device: {why}"))?;
+    if let (DeviceChoice::Named(device @ Device::Cuda(_)), true) = (&choice, cfg!(feature = "cuda")) {
+        // Whether it can be used shows when its stream is made.
+        return Ok(*device);
+    }
     let chosen = backends::choose(choice)?;
     if let Some(note) = chosen.note {
         text::say(note);
     }
-    Ok(chosen.device.to_string())
+    Ok(chosen.device)
 }

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::tokens::{SERIAL_BYTES, Tokens, apart, on_cpu, same_entries};
+use super::tokens::{SERIAL_BYTES, Tokens, apart, same_entries};
 use crate::{Error, Result, Stream, TensorMut, TensorRef};
 
 /// One page's copy.
@@ -27,15 +27,14 @@ pub fn copy_pages(
     mut to: TensorMut<'_>,
     copies: &[PageCopy],
 ) -> Result<()> {
-    on_cpu("page copy", stream)?;
-    let source = Tokens::of("from", from.as_ptr().cast_mut(), &from, 2)?;
+    let device = crate::device::supported("page copy", stream)?;
+    let source = Tokens::of("from", from.as_ptr().cast_mut(), &from, 2, device)?;
     let base = to.as_mut_ptr();
-    let target = Tokens::of("to", base, &to.as_ref(), 2)?;
+    let target = Tokens::of("to", base, &to.as_ref(), 2, device)?;
     same_entries("to", &to.as_ref(), 1, &from, 1)?;
     apart("to", &to)?;
     check(copies, from.shape()[0], to.shape()[0], from.shape()[1])?;
-    run(&source, &target, copies);
-    Ok(())
+    run(stream, &source, &target, from.shape()[1], copies)
 }
 
 /// Copies pages within one cache `[P, S, ..]`.
@@ -43,9 +42,9 @@ pub fn copy_pages(
 /// # Errors
 /// As [`copy_pages`]; and a page that is both read and written.
 pub fn copy_pages_within(stream: &Stream, mut cache: TensorMut<'_>, copies: &[PageCopy]) -> Result<()> {
-    on_cpu("page copy", stream)?;
+    let device = crate::device::supported("page copy", stream)?;
     let base = cache.as_mut_ptr();
-    let pages = Tokens::of("cache", base, &cache.as_ref(), 2)?;
+    let pages = Tokens::of("cache", base, &cache.as_ref(), 2, device)?;
     apart("cache", &cache)?;
     check(copies, cache.shape()[0], cache.shape()[0], cache.shape()[1])?;
     let mut read: Vec<u32> = copies.iter().map(|copy| copy.from).collect();
@@ -56,8 +55,7 @@ pub fn copy_pages_within(stream: &Stream, mut cache: TensorMut<'_>, copies: &[Pa
             return Err(Error::Index { array: "copies.to", index, got: copy.to.into(), why });
         }
     }
-    run(&pages, &pages, copies);
-    Ok(())
+    run(stream, &pages, &pages, cache.shape()[1], copies)
 }
 
 fn check(copies: &[PageCopy], from: usize, to: usize, page_size: usize) -> Result<()> {
@@ -82,7 +80,19 @@ fn check(copies: &[PageCopy], from: usize, to: usize, page_size: usize) -> Resul
     Ok(())
 }
 
-fn run(source: &Tokens, target: &Tokens, copies: &[PageCopy]) {
+fn run(
+    stream: &Stream,
+    source: &Tokens,
+    target: &Tokens,
+    page_size: usize,
+    copies: &[PageCopy],
+) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if stream.device() != crate::Device::Cpu {
+        let numbers = copies.iter().map(|copy| [copy.from.into(), copy.to.into(), copy.tokens.into()]);
+        return crate::cuda::moves::Moves { stream, from: *source, to: *target }.pages(page_size, numbers);
+    }
+    let _ = (stream, page_size);
     let copy = |copy: &PageCopy| {
         for slot in 0..u64::from(copy.tokens) {
             let from = source.at(u64::from(copy.from) * source.outer + slot * source.inner);
@@ -97,6 +107,7 @@ fn run(source: &Tokens, target: &Tokens, copies: &[PageCopy]) {
     } else {
         copies.par_iter().for_each(copy);
     }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -3,8 +3,12 @@
 use rayon::prelude::*;
 
 use super::address::token_offset;
-use super::tokens::{SERIAL_BYTES, Tokens, apart, on_cpu, same_entries};
-use crate::{Error, Result, Stream, TensorMut, TensorRef};
+use super::tokens::{SERIAL_BYTES, Tokens, apart, same_entries, strided};
+#[cfg(feature = "cuda")]
+use crate::Device;
+#[cfg(feature = "cuda")]
+use crate::cuda::moves::{Moves, Path};
+use crate::{DType, Error, Result, Stream, TensorMut, TensorRef};
 
 /// Copies rows `index[r]` of `from` `[N, ..]` to rows `r` of `to` `[R, ..]`; a negative index yields zeros. Inner axes
 /// (one or two) and dtypes are equal.
@@ -12,12 +16,7 @@ use crate::{Error, Result, Stream, TensorMut, TensorRef};
 /// # Errors
 /// Shapes, dtypes or layouts that do not fit, or an index that is not below `N`; nothing is then written.
 pub fn gather_rows(stream: &Stream, from: TensorRef<'_>, index: &[i64], mut to: TensorMut<'_>) -> Result<()> {
-    on_cpu("row gather", stream)?;
-    let source = Tokens::of("from", from.as_ptr().cast_mut(), &from, 1)?;
-    let base = to.as_mut_ptr();
-    let target = Tokens::of("to", base, &to.as_ref(), 1)?;
-    same_entries("to", &to.as_ref(), 1, &from, 1)?;
-    apart("to", &to)?;
+    let (source, target) = arrays("row gather", stream, ("from", &from), 1, &mut to)?;
     if to.shape()[0] != index.len() {
         let expected = format!("[R, ..] with R = {}", index.len());
         return Err(Error::Shape { tensor: "to", expected, got: to.shape().to_vec() });
@@ -28,6 +27,11 @@ pub fn gather_rows(stream: &Stream, from: TensorRef<'_>, index: &[i64], mut to: 
             let why = format!("from has rows 0..{rows}");
             return Err(Error::Index { array: "index", index: at, got: row, why });
         }
+    }
+    #[cfg(feature = "cuda")]
+    if stream.device() != Device::Cpu {
+        let moves = Moves { stream, from: source, to: target };
+        return moves.by_list(Path::Gather { rows }, |at| index[at], index.len());
     }
     for (at, &row) in index.iter().enumerate() {
         let place = target.at(at as u64 * target.outer);
@@ -40,6 +44,88 @@ pub fn gather_rows(stream: &Stream, from: TensorRef<'_>, index: &[i64], mut to: 
         }
     }
     Ok(())
+}
+
+/// As [`gather_rows`], by an index that lies on the stream's device, `[R]` i64, contiguous: what a captured run reads anew each
+/// time. On a device an index past the last row leaves its row of `to` as it is, since only the device can see it.
+///
+/// # Errors
+/// As [`gather_rows`]; the CPU refuses an index that is not below `N`.
+pub fn gather_rows_at(
+    stream: &Stream,
+    from: TensorRef<'_>,
+    index: TensorRef<'_>,
+    mut to: TensorMut<'_>,
+) -> Result<()> {
+    let rows = to.shape().first().copied();
+    index.expect("index", "[R]", &[rows], Some(DType::I64), stream.device())?;
+    if let Some(index) = index.as_slice::<i64>() {
+        return gather_rows(stream, from, index, to);
+    }
+    let (source, target) = arrays("row gather", stream, ("from", &from), 1, &mut to)?;
+    #[cfg(feature = "cuda")]
+    if index.is_contiguous() {
+        let moves = Moves { stream, from: source, to: target };
+        return moves.by_array(Path::Gather { rows: from.shape()[0] }, index.as_ptr(), to.shape()[0]);
+    }
+    let _ = (source, target);
+    Err(strided("index", &index))
+}
+
+/// As [`gather_pages`], by pages that lie on the stream's device, `[N]` i32, contiguous. On a device a page that is not in the
+/// cache leaves its tokens of `to` as they are.
+///
+/// # Errors
+/// As [`gather_pages`]; the CPU refuses a page that is not in the cache.
+pub fn gather_pages_at(
+    stream: &Stream,
+    cache: TensorRef<'_>,
+    pages: TensorRef<'_>,
+    first: usize,
+    mut to: TensorMut<'_>,
+) -> Result<()> {
+    pages.expect("pages", "[N]", &[None], Some(DType::I32), stream.device())?;
+    if let Some(pages) = pages.as_slice::<i32>() {
+        return gather_pages(stream, cache, pages, first, to);
+    }
+    let (source, target) = arrays("page gather", stream, ("cache", &cache), 2, &mut to)?;
+    let page_size = enough_pages(&cache, pages.shape()[0], first, to.shape()[0])?;
+    #[cfg(feature = "cuda")]
+    if pages.is_contiguous() {
+        let path = Path::Unpage { page_size, pages: cache.shape()[0], first };
+        let moves = Moves { stream, from: source, to: target };
+        return moves.by_array(path, pages.as_ptr(), to.shape()[0]);
+    }
+    let _ = (source, target, page_size);
+    Err(strided("pages", &pages))
+}
+
+/// Both sides as addresses, checked against each other; `from` has `outer_axes` axes before its entries, `to` has one.
+fn arrays(
+    operation: &'static str,
+    stream: &Stream,
+    (name, from): (&'static str, &TensorRef<'_>),
+    outer_axes: usize,
+    to: &mut TensorMut<'_>,
+) -> Result<(Tokens, Tokens)> {
+    let device = crate::device::supported(operation, stream)?;
+    let source = Tokens::of(name, from.as_ptr().cast_mut(), from, outer_axes, device)?;
+    let base = to.as_mut_ptr();
+    let target = Tokens::of("to", base, &to.as_ref(), 1, device)?;
+    same_entries("to", &to.as_ref(), 1, from, outer_axes)?;
+    apart("to", to)?;
+    Ok((source, target))
+}
+
+/// The cache's page size, when `pages` pages hold the offsets `first..first + tokens`.
+fn enough_pages(cache: &TensorRef<'_>, pages: usize, first: usize, tokens: usize) -> Result<usize> {
+    let page_size = cache.shape()[1];
+    let end = first.checked_add(tokens).ok_or_else(|| Error::Overflow { shape: vec![first, tokens] })?;
+    if tokens > 0 && (page_size == 0 || end.div_ceil(page_size) > pages) {
+        let expected = format!("pages of {page_size} slots for offsets {first}..{end}");
+        return Err(Error::Shape { tensor: "pages", expected, got: vec![pages] });
+    }
+    Ok(page_size)
 }
 
 /// Copies a stream's tokens from its pages to `to`: token `t` lies at offset `first + t` of `pages`, that is in page
@@ -55,23 +141,19 @@ pub fn gather_pages(
     first: usize,
     mut to: TensorMut<'_>,
 ) -> Result<()> {
-    on_cpu("page gather", stream)?;
-    let source = Tokens::of("cache", cache.as_ptr().cast_mut(), &cache, 2)?;
-    let base = to.as_mut_ptr();
-    let target = Tokens::of("to", base, &to.as_ref(), 1)?;
-    same_entries("to", &to.as_ref(), 1, &cache, 2)?;
-    apart("to", &to)?;
-    let (tokens, page_size) = (to.shape()[0], cache.shape()[1]);
-    let end = first.checked_add(tokens).ok_or_else(|| Error::Overflow { shape: vec![first, tokens] })?;
-    if tokens > 0 && (page_size == 0 || end.div_ceil(page_size) > pages.len()) {
-        let expected = format!("pages of {page_size} slots for offsets {first}..{end}");
-        return Err(Error::Shape { tensor: "pages", expected, got: vec![pages.len()] });
-    }
+    let (source, target) = arrays("page gather", stream, ("cache", &cache), 2, &mut to)?;
+    let tokens = to.shape()[0];
+    let page_size = enough_pages(&cache, pages.len(), first, tokens)?;
     for (index, &page) in pages.iter().enumerate() {
         if usize::try_from(page).map_or(true, |page| page >= cache.shape()[0]) {
             let why = format!("the cache has pages 0..{}", cache.shape()[0]);
             return Err(Error::Index { array: "pages", index, got: page.into(), why });
         }
+    }
+    #[cfg(feature = "cuda")]
+    if stream.device() != Device::Cpu {
+        let path = Path::Unpage { page_size, pages: cache.shape()[0], first };
+        return Moves { stream, from: source, to: target }.by_list(path, |page| pages[page].into(), tokens);
     }
     let copy = |token: usize| {
         let at = first + token;

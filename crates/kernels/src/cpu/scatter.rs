@@ -1,15 +1,19 @@
 //! Appending tokens to a paged cache.
 
 use super::address::{split_slot, token_offset};
-use super::tokens::{SERIAL_BYTES, Tokens, apart, on_cpu, same_entries};
-use crate::{Error, Result, Stream, TensorMut, TensorRef};
+use super::tokens::{SERIAL_BYTES, Tokens, apart, same_entries, strided};
+#[cfg(feature = "cuda")]
+use crate::Device;
+#[cfg(feature = "cuda")]
+use crate::cuda::moves::{Moves, Path};
+use crate::{DType, Error, Result, Stream, TensorMut, TensorRef};
 
 /// Writes token `t` of `entries` `[T, ..]` to slot `slots[t]` of `cache` `[P, S, ..]`, where slot `page * S + s` is
 /// slot `s` of page `page`. Inner axes and dtypes are equal: `[T, G, D]` and `[P, S, G, D]` for keys or values,
 /// `[T, W]` and `[P, S, W]` for latents and planes. Outer strides are free.
 ///
 /// A token with slot -1 (padding) is written nowhere. Where a slot is repeated the last of its tokens stays,
-/// whatever the number of threads: they share the work by parts of an entry, never by tokens.
+/// whatever the number of threads: they share the work by parts of an entry, never by tokens. On a device it is any one of them.
 ///
 /// # Errors
 /// Shapes, dtypes or layouts that do not fit, or a slot that is neither -1 nor below `P * S`, with its index; nothing
@@ -20,12 +24,7 @@ pub fn scatter(
     entries: TensorRef<'_>,
     mut cache: TensorMut<'_>,
 ) -> Result<()> {
-    on_cpu("scatter", stream)?;
-    let from = Tokens::of("entries", entries.as_ptr().cast_mut(), &entries, 1)?;
-    let base = cache.as_mut_ptr();
-    let to = Tokens::of("cache", base, &cache.as_ref(), 2)?;
-    same_entries("entries", &entries, 1, &cache.as_ref(), 2)?;
-    apart("cache", &cache)?;
+    let (from, to) = arrays(stream, &entries, &mut cache)?;
     let (tokens, pages, page_size) = (entries.shape()[0], cache.shape()[0], cache.shape()[1]);
     if slots.len() != tokens {
         let expected = format!("[T] = [{tokens}]");
@@ -35,6 +34,11 @@ pub fn scatter(
     if let Some(index) = slots.iter().position(|&slot| !(-1..limit).contains(&slot)) {
         let why = format!("token {index} goes to a slot below P * S = {limit}, or to none with -1");
         return Err(Error::Index { array: "slots", index, got: slots[index], why });
+    }
+    #[cfg(feature = "cuda")]
+    if stream.device() != Device::Cpu {
+        let path = Path::Scatter { page_size, slots: limit as usize };
+        return Moves { stream, from, to }.by_list(path, |token| slots[token], tokens);
     }
     let write = |part: usize, parts: usize| {
         for (token, &slot) in slots.iter().enumerate() {
@@ -52,6 +56,46 @@ pub fn scatter(
         in_parts(0, parts, &|part| write(part, parts));
     }
     Ok(())
+}
+
+/// As [`scatter`], by slots that lie on the stream's device, `[T]` i64, contiguous: what a captured run reads anew each time.
+///
+/// On a device a slot out of range writes nothing, since only the device can see it; and of tokens that go to one slot, any one
+/// stays.
+///
+/// # Errors
+/// As [`scatter`]; the CPU refuses a slot out of range.
+pub fn scatter_at(
+    stream: &Stream,
+    slots: TensorRef<'_>,
+    entries: TensorRef<'_>,
+    mut cache: TensorMut<'_>,
+) -> Result<()> {
+    let tokens = entries.shape().first().copied();
+    slots.expect("slots", "[T]", &[tokens], Some(DType::I64), stream.device())?;
+    if let Some(slots) = slots.as_slice::<i64>() {
+        return scatter(stream, slots, entries, cache);
+    }
+    let (from, to) = arrays(stream, &entries, &mut cache)?;
+    #[cfg(feature = "cuda")]
+    if slots.is_contiguous() {
+        let (pages, page_size) = (cache.shape()[0], cache.shape()[1]);
+        let path = Path::Scatter { page_size, slots: pages.saturating_mul(page_size) };
+        return Moves { stream, from, to }.by_array(path, slots.as_ptr(), entries.shape()[0]);
+    }
+    let _ = (from, to);
+    Err(strided("slots", &slots))
+}
+
+/// Entries and cache as addresses, checked against each other.
+fn arrays(stream: &Stream, entries: &TensorRef<'_>, cache: &mut TensorMut<'_>) -> Result<(Tokens, Tokens)> {
+    let device = crate::device::supported("scatter", stream)?;
+    let from = Tokens::of("entries", entries.as_ptr().cast_mut(), entries, 1, device)?;
+    let base = cache.as_mut_ptr();
+    let to = Tokens::of("cache", base, &cache.as_ref(), 2, device)?;
+    same_entries("entries", entries, 1, &cache.as_ref(), 2)?;
+    apart("cache", cache)?;
+    Ok((from, to))
 }
 
 /// Calls `work` for each part, without allocating.

@@ -7,12 +7,12 @@ pub(super) const SERIAL_BYTES: usize = 1 << 18;
 
 /// An array whose entries are `[A, B]` or `[B]` with contiguous `B`, in bytes.
 #[derive(Clone, Copy)]
-pub(super) struct Tokens {
+pub(crate) struct Tokens {
     base: *mut u8,
     /// From one page, or one token of a packed array, to the next.
-    pub(super) outer: u64,
+    pub(crate) outer: u64,
     /// From one token of a page to the next; 0 for a packed array.
-    pub(super) inner: u64,
+    pub(crate) inner: u64,
     /// `A`.
     pub(super) chunks: usize,
     chunk_bytes: usize,
@@ -31,10 +31,11 @@ impl Tokens {
         base: *mut u8,
         tensor: &TensorRef<'_>,
         outer_axes: usize,
+        device: Device,
     ) -> Result<Tokens> {
         let (shape, strides, size) = (tensor.shape(), tensor.strides(), tensor.dtype().size());
-        if tensor.device() != Device::Cpu {
-            return Err(Error::DeviceMismatch { tensor: name, expected: Device::Cpu, got: tensor.device() });
+        if tensor.device() != device {
+            return Err(Error::DeviceMismatch { tensor: name, expected: device, got: tensor.device() });
         }
         let inner = shape.len().checked_sub(outer_axes);
         if !matches!(inner, Some(1 | 2)) {
@@ -67,8 +68,19 @@ impl Tokens {
     }
 
     /// The entry that starts `offset` bytes from the array's start.
-    pub(super) fn at(&self, offset: u64) -> *mut u8 {
+    pub(crate) fn at(&self, offset: u64) -> *mut u8 {
         self.base.wrapping_add(offset as usize)
+    }
+
+    /// The runs of bytes in which entries of both go, and the bytes of each. Equal inner axes may coalesce on one side only; then
+    /// both are walked in the finer chunks.
+    pub(crate) fn finer(a: &Tokens, b: &Tokens) -> (usize, usize) {
+        if a.chunks >= b.chunks { (a.chunks, a.chunk_bytes) } else { (b.chunks, b.chunk_bytes) }
+    }
+
+    /// Bytes from one of `chunks` runs of `bytes` bytes to the next.
+    pub(crate) fn chunk_step(&self, chunks: usize, bytes: usize) -> usize {
+        if self.chunks == chunks { self.chunk_stride } else { bytes }
     }
 
     /// Fills an entry with zeros.
@@ -95,14 +107,8 @@ impl Tokens {
         part: usize,
         parts: usize,
     ) {
-        // Equal inner axes may coalesce on one side only; then both are walked in the finer chunks.
-        let (chunks, bytes) = if self.chunks >= target.chunks {
-            (self.chunks, self.chunk_bytes)
-        } else {
-            (target.chunks, target.chunk_bytes)
-        };
-        let stride = |side: &Tokens| if side.chunks == chunks { side.chunk_stride } else { bytes };
-        let (from_stride, to_stride) = (stride(self), stride(target));
+        let (chunks, bytes) = Tokens::finer(self, target);
+        let (from_stride, to_stride) = (self.chunk_step(chunks, bytes), target.chunk_step(chunks, bytes));
         if chunks == 1 {
             let (begin, end) = (bytes * part / parts, bytes * (part + 1) / parts);
             // SAFETY: the caller's promise; the bytes lie in the entry.
@@ -156,6 +162,11 @@ pub(crate) fn apart(name: &'static str, tensor: &TensorMut<'_>) -> Result<()> {
         reach += extent.saturating_sub(1) * stride;
     }
     Ok(())
+}
+
+/// The refusal of an array that is not contiguous.
+pub(super) fn strided(tensor: &'static str, got: &TensorRef<'_>) -> Error {
+    Error::Layout { tensor, shape: got.shape().to_vec(), strides: got.strides().to_vec() }
 }
 
 /// The stream's device must be the CPU.

@@ -16,10 +16,13 @@
 mod api;
 mod context;
 mod driver;
+#[cfg(feature = "lists")]
+pub(crate) mod exec;
 mod graph;
 pub mod jit;
 mod launch;
 mod memory;
+pub(crate) mod moves;
 mod queue;
 #[cfg(test)]
 mod tests;
@@ -31,6 +34,8 @@ pub use api::emulate;
 pub use api::{FunctionAttributes, Image, Launch};
 pub use context::Context;
 pub use driver::driver;
+#[cfg(feature = "lists")]
+pub(crate) use exec::StagedList;
 pub use graph::{Graph, capture};
 pub use launch::{Function, Module, launch};
 pub use queue::{Event, OwnedStream};

@@ -2,10 +2,11 @@
 
 use crate::cpu::Isa;
 use crate::cpu::paged::{Call, Extra, Out};
-use crate::cpu::tokens::{apart, on_cpu};
+use crate::cpu::tokens::apart;
+use crate::dispatch::{self, HeadValues};
 use crate::paged::Stored;
 use crate::work::WorkList;
-use crate::{DType, Error, Result, Stream, TensorMut, TensorRef};
+use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
 
 /// What [`attend`] reads and writes. `T` query tokens, `U` packed keys, `P` pages of `S` slots; other letters are the
 /// [`Geometry`](super::Geometry)'s.
@@ -36,7 +37,7 @@ pub struct AttendParams<'a> {
 
 /// Bytes that [`attend`] needs for a list with up to `workers` threads, wherever the workspace starts.
 pub fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
-    crate::cpu::paged::workspace_bytes(work, workers).saturating_add(63)
+    dispatch::workspace_bytes(work, workers)
 }
 
 /// Attends one layer. Allocates nothing, and writes nothing when it refuses.
@@ -48,9 +49,8 @@ pub fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
 /// A list of another family; tensors of another shape, dtype, layout or device than the list was made for; a prefix
 /// missing or not asked for; a workspace that is too small; a device without a kernel.
 pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
-    let AttendParams { work, q, k_prefix, v_prefix, k, v, mut o, lse, mut workspace, workers } = params;
-    on_cpu("dense attention", stream)?;
-    let device = stream.device();
+    let AttendParams { work, q, k_prefix, v_prefix, k, v, mut o, lse, workspace, workers } = params;
+    let device = crate::device::supported("dense attention", stream)?;
     if work.stored != Stored::Segments {
         let why = "the list is not of dense attention; make it by dense::schedule".into();
         return Err(Error::Parameter { name: "work", why, got: format!("a list over {:?}", work.stored) });
@@ -64,20 +64,13 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
     v.expect("v", "[U, G, Dv]", &[None, g, dv], kv_dtype, device)?;
     at_least("k", &k, work.segments.fresh)?;
     at_least("v", &v, work.segments.fresh)?;
-    let prefix = prefix(work, k_prefix, v_prefix)?;
+    let prefix = prefix(work, k_prefix, v_prefix, device)?;
     o.expect("o", "[T, H, Dv]", &[tokens, h, dv], q_dtype, device)?;
     apart("o", &o)?;
     if let Some(lse) = &lse {
         lse.expect("lse", "[T, H]", &[tokens, h], Some(DType::F32), device)?;
         apart("lse", lse)?;
     }
-    workspace.expect("workspace", "[n]", &[None], Some(DType::U8), device)?;
-    let (available, needed) = (workspace.numel(), workspace_bytes(work, workers));
-    let memory = match workspace.as_mut_slice::<u8>() {
-        Some(memory) if available >= needed => memory,
-        _ => return Err(Error::Workspace { needed, available }),
-    };
-    let skip = memory.as_ptr().align_offset(64);
     let call = Call {
         work,
         geometry: *geometry,
@@ -93,8 +86,7 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         lse: lse.map(|mut lse| Out::of(&mut lse)),
         extra: Extra { prefix, ..Extra::default() },
     };
-    crate::cpu::paged::run(&call, &mut memory[skip..], workers);
-    Ok(())
+    dispatch::attend(stream, call, HeadValues::default(), workspace, workers)
 }
 
 /// Refuses a tensor with fewer entries along its first axis.
@@ -111,6 +103,7 @@ fn prefix<'a>(
     work: &WorkList,
     k: Option<TensorRef<'a>>,
     v: Option<TensorRef<'a>>,
+    device: Device,
 ) -> Result<Option<[TensorRef<'a>; 2]>> {
     let geometry = work.geometry();
     let (g, s) = (Some(geometry.num_kv_heads), Some(geometry.page_size));
@@ -130,7 +123,7 @@ fn prefix<'a>(
     };
     let widths = [geometry.head_dim_qk, geometry.head_dim_vo];
     for (name, tensor, width) in [("k_prefix", &k, widths[0]), ("v_prefix", &v, widths[1])] {
-        let (dtype, device) = (Some(geometry.kv_dtype), crate::Device::Cpu);
+        let dtype = Some(geometry.kv_dtype);
         if paged {
             tensor.expect(name, "[P, S, G, D]", &[None, s, g, Some(width)], dtype, device)?;
             at_least(name, tensor, work.num_pages())?;

@@ -2,7 +2,8 @@
 
 use crate::cpu::Isa;
 use crate::cpu::paged::{Call, Extra, Mods, Out, Planes};
-use crate::cpu::tokens::{apart, on_cpu};
+use crate::cpu::tokens::apart;
+use crate::dispatch::{self, HeadValues};
 use crate::paged::{Stored, Variant};
 use crate::work::WorkList;
 use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
@@ -42,7 +43,7 @@ pub struct AttendParams<'a> {
 
 /// Bytes that [`attend`] needs for a list with up to `workers` threads, wherever the workspace starts.
 pub fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
-    crate::cpu::paged::workspace_bytes(work, workers).saturating_add(63)
+    dispatch::workspace_bytes(work, workers)
 }
 
 /// Attends one layer. Allocates nothing, and writes nothing when it refuses.
@@ -55,9 +56,8 @@ pub fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
 /// is not finite; mods whose tables have another size, or that have no CPU half; partial blocks without a mask mod; a
 /// workspace that is too small; a device without a kernel.
 pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
-    on_cpu("block-mask attention", stream)?;
-    let AttendParams { work, q, k, v, mut o, lse, max_scores, mut workspace, workers, .. } = params;
-    let device = stream.device();
+    let AttendParams { work, q, k, v, mut o, lse, max_scores, workspace, workers, .. } = params;
+    let device = crate::device::supported("block-mask attention", stream)?;
     if work.stored != Stored::Blocks {
         let why = "the list is not of block-mask attention; make it by flex::schedule".into();
         return Err(Error::Parameter { name: "work", why, got: format!("a list over {:?}", work.stored) });
@@ -74,22 +74,15 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
     apart("o", &o)?;
     for (name, tensor) in [("lse", &lse), ("max_scores", &max_scores)] {
         if let Some(tensor) = tensor {
-            per_query(name, tensor, [list.batch, list.num_qo_heads, list.q_len])?;
+            per_query(name, tensor, [list.batch, list.num_qo_heads, list.q_len], device)?;
         }
     }
     if !params.sm_scale.is_finite() {
         let (why, got) = ("must be finite".into(), params.sm_scale.to_string());
         return Err(Error::Parameter { name: "sm_scale", why, got });
     }
-    check_scores(work, params.score_mods)?;
-    check_masks(work, params.mask_mods)?;
-    workspace.expect("workspace", "[n]", &[None], Some(DType::U8), device)?;
-    let (available, needed) = (workspace.numel(), workspace_bytes(work, workers));
-    let memory = match workspace.as_mut_slice::<u8>() {
-        Some(memory) if available >= needed => memory,
-        _ => return Err(Error::Workspace { needed, available }),
-    };
-    let skip = memory.as_ptr().align_offset(64);
+    check_scores(work, params.score_mods, device)?;
+    check_masks(work, params.mask_mods, device)?;
     let mods = Mods { score: params.score_mods, mask: params.mask_mods, q_offset: params.q_offset };
     let call = Call {
         work,
@@ -110,12 +103,33 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
             ..Extra::default()
         },
     };
-    crate::cpu::paged::run(&call, &mut memory[skip..], workers);
+    dispatch::attend(stream, call, HeadValues::default(), workspace, workers)
+}
+
+/// Has a list ready on the stream's device, with the mods that calls over it will have: belongs to planning. On the CPU there is
+/// nothing to do. Calls with other mods are refused on a device until the list is staged with theirs.
+///
+/// # Errors
+/// Mods that [`attend`] would refuse, or that have no CUDA half; a list that was not cut for a device; a kernel that cannot be
+/// built; memory that cannot be had.
+pub fn stage(
+    stream: &Stream,
+    work: &mut WorkList,
+    score_mods: &[ScoreMod<'_>],
+    mask_mods: &[MaskMod<'_>],
+) -> Result<()> {
+    let device = crate::device::supported("block-mask attention", stream)?;
+    check_scores(work, score_mods, device)?;
+    check_masks(work, mask_mods, device)?;
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        return crate::cuda::exec::stage_blocks(work, stream, score_mods, mask_mods);
+    }
     Ok(())
 }
 
 /// Refuses what is not `[B, H, L]` f32; no axis of it need be contiguous.
-fn per_query(name: &'static str, tensor: &TensorMut<'_>, shape: [usize; 3]) -> Result<()> {
+fn per_query(name: &'static str, tensor: &TensorMut<'_>, shape: [usize; 3], device: Device) -> Result<()> {
     if tensor.shape() != shape {
         let expected = format!("[B, H, L] = {shape:?}");
         return Err(Error::Shape { tensor: name, expected, got: tensor.shape().to_vec() });
@@ -124,8 +138,8 @@ fn per_query(name: &'static str, tensor: &TensorMut<'_>, shape: [usize; 3]) -> R
         let expected = DType::F32.to_string();
         return Err(Error::DTypeMismatch { tensor: name, expected, got: tensor.dtype() });
     }
-    if tensor.device() != Device::Cpu {
-        return Err(Error::DeviceMismatch { tensor: name, expected: Device::Cpu, got: tensor.device() });
+    if tensor.device() != device {
+        return Err(Error::DeviceMismatch { tensor: name, expected: device, got: tensor.device() });
     }
     apart(name, tensor)
 }
@@ -157,7 +171,7 @@ fn no_cpu_half<T>(name: &'static str, of: &str) -> Result<T> {
     Err(Error::Parameter { name, why, got: of.into() })
 }
 
-fn check_scores(work: &WorkList, mods: &[ScoreMod<'_>]) -> Result<()> {
+fn check_scores(work: &WorkList, mods: &[ScoreMod<'_>], device: Device) -> Result<()> {
     let heads = work.blocks.num_qo_heads;
     for score in mods {
         match score {
@@ -179,14 +193,16 @@ fn check_scores(work: &WorkList, mods: &[ScoreMod<'_>]) -> Result<()> {
                     return Err(Error::Parameter { name: "soft_cap", why, got: cap.to_string() });
                 }
             }
-            ScoreMod::User(user) if user.cpu.is_none() => return no_cpu_half("score_mods", &user.name),
+            ScoreMod::User(user) if device == Device::Cpu && user.cpu.is_none() => {
+                return no_cpu_half("score_mods", &user.name);
+            }
             ScoreMod::User(_) => {}
         }
     }
     Ok(())
 }
 
-fn check_masks(work: &WorkList, mods: &[MaskMod<'_>]) -> Result<()> {
+fn check_masks(work: &WorkList, mods: &[MaskMod<'_>], device: Device) -> Result<()> {
     let list = &work.blocks;
     if list.any_partial && mods.is_empty() {
         let why =
@@ -203,7 +219,9 @@ fn check_masks(work: &WorkList, mods: &[MaskMod<'_>]) -> Result<()> {
                     return Err(Error::Shape { tensor: "kv_ids", expected, got: vec![kv_ids.len()] });
                 }
             }
-            MaskMod::User(user) if user.cpu.is_none() => return no_cpu_half("mask_mods", &user.name),
+            MaskMod::User(user) if device == Device::Cpu && user.cpu.is_none() => {
+                return no_cpu_half("mask_mods", &user.name);
+            }
             MaskMod::User(_) => {}
         }
     }

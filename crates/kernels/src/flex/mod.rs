@@ -12,7 +12,7 @@ mod geometry;
 mod mods;
 mod schedule;
 
-pub use attend::{AttendParams, attend, workspace_bytes};
+pub use attend::{AttendParams, attend, stage, workspace_bytes};
 pub use blocks::Blocks;
 pub use geometry::Geometry;
 pub use mods::{CudaSnippet, MaskFn, MaskMod, ScoreFn, ScoreMod, TileRow, UserMask, UserMod};

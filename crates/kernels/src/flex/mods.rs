@@ -110,7 +110,9 @@ pub struct UserMask {
 /// A mod's body for a device: a snippet that is compiled at run time, and the numbers it reads.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct CudaSnippet {
-    /// Its source.
+    /// The body of a CUDA C++ function that returns the new score (for a [`UserMod`]) or whether the key is seen (for a
+    /// [`UserMask`]). It sees `float score` (a score mod's alone, scaled, in natural-log units), `u32 batch`, `u32 head`,
+    /// `i32 q_idx`, `i32 k_idx`, `i64 q_offset`, `const float* floats` and `const i32* ints`, and no CUDA header.
     pub source: Cow<'static, str>,
     /// Floats that it may read.
     pub floats: Vec<f32>,

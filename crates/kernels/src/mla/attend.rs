@@ -3,9 +3,10 @@
 use crate::cpu::Isa;
 use crate::cpu::paged::{Call, Extra, Out};
 use crate::cpu::tokens::apart;
+use crate::dispatch::{self, HeadValues};
 use crate::paged::Stored;
 use crate::work::WorkList;
-use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
+use crate::{DType, Error, Result, Stream, TensorMut, TensorRef};
 
 /// What [`attend`] reads and writes. `T` query tokens, `P` pages; other letters are the [`Geometry`](super::Geometry)'s.
 #[derive(Debug)]
@@ -31,7 +32,7 @@ pub struct AttendParams<'a> {
 
 /// Bytes that [`attend`] needs for a list with up to `workers` threads, wherever the workspace starts.
 pub fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
-    crate::cpu::paged::workspace_bytes(work, workers).saturating_add(63)
+    dispatch::workspace_bytes(work, workers)
 }
 
 /// Attends one layer. Allocates nothing, and writes nothing when it refuses.
@@ -43,12 +44,8 @@ pub fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
 /// A list that [`paged::schedule`](crate::paged::schedule) made; tensors of another shape, dtype, layout or device than
 /// the list was made for; a workspace that is too small; a device without a kernel.
 pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
-    let AttendParams { work, q_nope, q_pe, latent, mut o, lse, mut workspace, workers } = params;
-    let device = stream.device();
-    if device != Device::Cpu {
-        let why = "this build attends latents on the CPU only".into();
-        return Err(Error::Unsupported { operation: "latent attention", device, why });
-    }
+    let AttendParams { work, q_nope, q_pe, latent, mut o, lse, workspace, workers } = params;
+    let device = crate::device::supported("latent attention", stream)?;
     if work.stored != Stored::Latents {
         let why = "the list is not of latent attention; make it by mla::schedule".into();
         return Err(Error::Parameter { name: "work", why, got: "a list over keys and values".into() });
@@ -71,13 +68,6 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         lse.expect("lse", "[T, H]", &[tokens, h], Some(DType::F32), device)?;
         apart("lse", lse)?;
     }
-    workspace.expect("workspace", "[n]", &[None], Some(DType::U8), device)?;
-    let (available, needed) = (workspace.numel(), workspace_bytes(work, workers));
-    let memory = match workspace.as_mut_slice::<u8>() {
-        Some(memory) if available >= needed => memory,
-        _ => return Err(Error::Workspace { needed, available }),
-    };
-    let skip = memory.as_ptr().align_offset(64);
     let call = Call {
         work,
         geometry: *geometry,
@@ -93,6 +83,5 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         lse: lse.map(|mut lse| Out::of(&mut lse)),
         extra: Extra::default(),
     };
-    crate::cpu::paged::run(&call, &mut memory[skip..], workers);
-    Ok(())
+    dispatch::attend(stream, call, HeadValues::default(), workspace, workers)
 }

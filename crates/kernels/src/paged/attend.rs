@@ -3,6 +3,7 @@
 use crate::cpu::Isa;
 use crate::cpu::paged::{Call, Extra, Out};
 use crate::cpu::tokens::apart;
+use crate::dispatch::{self, HeadValues};
 use crate::work::WorkList;
 use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
 
@@ -35,7 +36,7 @@ pub struct AttendParams<'a> {
 
 /// Bytes that [`attend`] needs for a list with up to `workers` threads, wherever the workspace starts.
 pub fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
-    crate::cpu::paged::workspace_bytes(work, workers).saturating_add(63)
+    dispatch::workspace_bytes(work, workers)
 }
 
 /// Attends one layer. Allocates nothing, and writes nothing when it refuses.
@@ -47,12 +48,8 @@ pub fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
 /// Tensors of another shape, dtype, layout or device than the list was made for; sinks or slopes given without
 /// the variant asking, or missing; a workspace that is too small; a device without a kernel.
 pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
-    let AttendParams { work, q, k, v, sinks, alibi_slopes, mut o, lse, mut workspace, workers } = params;
-    let device = stream.device();
-    if device != Device::Cpu {
-        let why = "this build attends paged caches on the CPU only".into();
-        return Err(Error::Unsupported { operation: "paged attention", device, why });
-    }
+    let AttendParams { work, q, k, v, sinks, alibi_slopes, mut o, lse, workspace, workers } = params;
+    let device = crate::device::supported("paged attention", stream)?;
     if work.stored != Stored::Heads {
         let why = "the list is of latent attention; run it by mla::attend".into();
         return Err(Error::Parameter { name: "work", why, got: "latents".into() });
@@ -81,15 +78,8 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         lse.expect("lse", "[T, H]", &[tokens, h], Some(DType::F32), device)?;
         apart("lse", lse)?;
     }
-    let sinks = head_values("sinks", sinks, work.variant().sinks, h)?;
-    let alibi_slopes = head_values("alibi_slopes", alibi_slopes, work.variant().alibi, h)?;
-    workspace.expect("workspace", "[n]", &[None], Some(DType::U8), device)?;
-    let (available, needed) = (workspace.numel(), workspace_bytes(work, workers));
-    let memory = match workspace.as_mut_slice::<u8>() {
-        Some(memory) if available >= needed => memory,
-        _ => return Err(Error::Workspace { needed, available }),
-    };
-    let skip = memory.as_ptr().align_offset(64);
+    let sinks = head_values("sinks", sinks, work.variant().sinks, h, device)?;
+    let alibi_slopes = head_values("alibi_slopes", alibi_slopes, work.variant().alibi, h, device)?;
     let call = Call {
         work,
         geometry: *geometry,
@@ -99,14 +89,13 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         q_pe: None,
         k,
         v,
-        sinks,
-        alibi_slopes,
+        sinks: None,
+        alibi_slopes: None,
         o: Out::of(&mut o),
         lse: lse.map(|mut lse| Out::of(&mut lse)),
         extra: Extra::default(),
     };
-    crate::cpu::paged::run(&call, &mut memory[skip..], workers);
-    Ok(())
+    dispatch::attend(stream, call, HeadValues { sinks, alibi_slopes }, workspace, workers)
 }
 
 fn head_values<'a>(
@@ -114,15 +103,16 @@ fn head_values<'a>(
     given: Option<TensorRef<'a>>,
     wanted: bool,
     heads: Option<usize>,
-) -> Result<Option<&'a [f32]>> {
+    device: Device,
+) -> Result<Option<TensorRef<'a>>> {
     let refuse = |why: &str, got: &str| Err(Error::Parameter { name, why: why.into(), got: got.into() });
     match (given, wanted) {
         (None, false) => Ok(None),
         (None, true) => refuse("the variant was planned with them; give [H] f32", "none"),
         (Some(_), false) => refuse("the variant was planned without them; plan with them", "a tensor"),
         (Some(tensor), true) => {
-            tensor.expect(name, "[H]", &[heads], Some(DType::F32), Device::Cpu)?;
-            Ok(Some(tensor.as_slice::<f32>().expect("one contiguous f32 axis on the CPU")))
+            tensor.expect(name, "[H]", &[heads], Some(DType::F32), device)?;
+            Ok(Some(tensor))
         }
     }
 }

@@ -6,6 +6,7 @@
 #[cfg(feature = "paged")]
 mod attend;
 mod cascade;
+mod cut_blocks;
 mod family;
 mod geometry;
 mod schedule;
@@ -25,7 +26,7 @@ pub(crate) use schedule::Scratch;
 pub(crate) use schedule::padding;
 #[cfg(any(feature = "paged", feature = "mla"))]
 pub(crate) use schedule::visible;
-pub use schedule::{ScheduleOptions, schedule};
+pub use schedule::{ScheduleOptions, Target, schedule};
 #[cfg(feature = "mla")]
 pub(crate) use schedule::{is_for, schedule_as};
 #[cfg(any(feature = "dense", feature = "flex"))]

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use crate::mutant::planted;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, WorkList};
-use crate::{Error, Result};
+use crate::{Device, Error, Result};
 
 use super::cascade::Cascade;
 use super::family::latent_tokens;
@@ -45,11 +45,31 @@ pub struct ScheduleOptions {
     pub cascade: bool,
     /// Query tokens to pad the batch to; the padding is one more row without keys, which yields 0 and `-inf`.
     pub pad_to: Option<usize>,
+    /// Who will execute the list.
+    pub target: Target,
+}
+
+/// Who executes a work list, and so how finely it is cut. A row's leaves and families are the same for both.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Target {
+    /// Threads of the host: [`ScheduleOptions::workers`] of them.
+    #[default]
+    Threads,
+    /// Thread blocks of a device: each item is one key head, one row and one leaf; workers and cascade have no meaning.
+    Blocks,
+}
+
+impl Target {
+    /// Who executes on a device.
+    pub fn of(device: Device) -> Target {
+        if device == Device::Cpu { Target::Threads } else { Target::Blocks }
+    }
 }
 
 impl Default for ScheduleOptions {
     fn default() -> ScheduleOptions {
-        ScheduleOptions { workers: rayon::current_num_threads(), cascade: true, pad_to: None }
+        let target = Target::Threads;
+        ScheduleOptions { workers: rayon::current_num_threads(), cascade: true, pad_to: None, target }
     }
 }
 
@@ -134,10 +154,17 @@ impl WorkList {
         self.num_tokens = tokens;
         self.padded = false;
         self.num_pages = 0;
+        self.few = 0;
+        self.staged.forget();
     }
 
     /// Cuts the rows that are there into items.
     pub(crate) fn cut(&mut self, options: &ScheduleOptions) {
+        self.target = options.target;
+        self.fixed = options.pad_to.is_some();
+        if options.target == Target::Blocks {
+            return super::cut_blocks::cut(self);
+        }
         Scheduler { geometry: self.geometry, variant: self.variant, options: *options, list: self }.run();
     }
 
@@ -203,7 +230,7 @@ pub(crate) fn visible(variant: &Variant, row: &Row, q_begin: u32, q_end: u32) ->
 }
 
 /// Leaves that hold the keys `lo..hi`.
-fn leaves(row: &Row, (lo, hi): (u32, u32)) -> (u32, u32) {
+pub(super) fn leaves(row: &Row, (lo, hi): (u32, u32)) -> (u32, u32) {
     if lo >= hi { (0, 0) } else { (lo / row.leaf_keys, (hi - 1) / row.leaf_keys + 1) }
 }
 
@@ -212,6 +239,7 @@ fn leaves(row: &Row, (lo, hi): (u32, u32)) -> (u32, u32) {
 pub(crate) struct Scratch {
     cascade: Cascade,
     shared: Vec<(u32, Part)>,
+    pub(super) blocks: super::cut_blocks::Scratch,
 }
 
 struct Scheduler<'a> {

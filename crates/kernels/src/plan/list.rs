@@ -2,9 +2,9 @@
 
 use std::fmt::Debug;
 
-use crate::paged::{PageTable, ScheduleOptions};
+use crate::paged::{PageTable, ScheduleOptions, Target};
 use crate::work::{DIRECT, WorkList};
-use crate::{Error, Result};
+use crate::{Error, Result, Stream};
 
 use super::{PlanOptions, Planned, Workspace};
 
@@ -151,7 +151,8 @@ impl<K: Kernel> Plan<K> {
         }
         let workers = if options.workers == 0 { rayon::current_num_threads() } else { options.workers };
         let pad_to = options.capacity.map(|capacity| capacity.tokens);
-        let how = ScheduleOptions { workers, cascade: options.cascade, pad_to };
+        let target = Target::of(options.device);
+        let how = ScheduleOptions { workers, cascade: options.cascade, pad_to, target };
         K::schedule(geometry, variant, table, &how, &mut self.work)?;
         (self.geometry, self.variant) = (*geometry, *variant);
         self.options = *options;
@@ -167,6 +168,21 @@ impl<K: Kernel> Plan<K> {
             ),
         );
         Ok(())
+    }
+
+    /// Has the plan ready on the stream's device: kernels built, the work on its way, in stream order. Belongs to planning; never
+    /// waits for the device, but for kernels that have to be compiled. On the CPU, and for a plan that is staged as it is, there
+    /// is nothing to do.
+    ///
+    /// # Errors
+    /// A plan that was made for another device; a kernel that cannot be built; memory that cannot be had.
+    pub fn stage(&mut self, stream: &Stream) -> Result<()> {
+        if stream.device() != self.options.device {
+            let why = "the stream is of another device than the plan's options";
+            let got = format!("{}, planned for {}", stream.device(), self.options.device);
+            return Err(Error::Parameter { name: "stream", why: why.into(), got });
+        }
+        self.work.stage(stream)
     }
 
     /// The shapes planned for.

@@ -1,5 +1,7 @@
 //! The choices of a plan.
 
+use crate::Device;
+
 /// How far the schedule may go for speed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Schedule {
@@ -32,13 +34,21 @@ pub struct PlanOptions {
     pub workers: usize,
     /// Whether keys that rows share are read once for all of them.
     pub cascade: bool,
+    /// Where the plan runs. Making a plan asks nothing of the device; [`Plan::stage`](super::Plan::stage) does.
+    pub device: Device,
     /// A fixed shape to pad to; `None` plans each batch as it is.
     pub capacity: Option<Capacity>,
 }
 
 impl Default for PlanOptions {
     fn default() -> PlanOptions {
-        PlanOptions { schedule: Schedule::Invariant, workers: 0, cascade: true, capacity: None }
+        PlanOptions {
+            schedule: Schedule::Invariant,
+            workers: 0,
+            cascade: true,
+            device: Device::Cpu,
+            capacity: None,
+        }
     }
 }
 

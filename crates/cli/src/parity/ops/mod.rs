@@ -20,6 +20,7 @@ use mstar_kernels::{DType, Element, reference};
 
 use super::case::Case;
 use super::params::Params;
+use super::place::Place;
 use super::shapes::{Letters, Tensor};
 
 /// A recorded operation.
@@ -145,9 +146,9 @@ impl Op {
     }
 
     /// Runs a case.
-    pub(super) fn run(self, case: &Case, engine: Engine) -> Result<Outputs, NotRun> {
+    pub(super) fn run(self, case: &Case, engine: Engine, place: &Place) -> Result<Outputs, NotRun> {
         let computed = match (engine, case.dtype) {
-            (Engine::Fast, _) => return self.fast(case),
+            (Engine::Fast, _) => return self.fast(case, place),
             (Engine::Reference, DType::Bf16) => self.reference::<bf16>(case),
             (Engine::Reference, DType::F16) => self.reference::<f16>(case),
             (Engine::Reference, _) => self.reference::<f32>(case),
@@ -167,15 +168,15 @@ impl Op {
         }
     }
 
-    fn fast(self, case: &Case) -> Result<Outputs, NotRun> {
+    fn fast(self, case: &Case, place: &Place) -> Result<Outputs, NotRun> {
         match self {
-            Op::Paged | Op::Cross => paged::fast(case),
-            Op::Mla => mla::fast(case),
-            Op::Dense => dense::fast(case),
-            Op::Flex => flex::fast(case),
-            Op::Ring => ring::fast(case),
-            Op::DsaSelect => dsa_select::fast(case),
-            Op::DsaAttend => dsa_attend::fast(case),
+            Op::Paged | Op::Cross => paged::fast(case, place),
+            Op::Mla => mla::fast(case, place),
+            Op::Dense => dense::fast(case, place),
+            Op::Flex => flex::fast(case, place),
+            Op::Ring => ring::fast(case, place),
+            Op::DsaSelect => dsa_select::fast(case, place),
+            Op::DsaAttend => dsa_attend::fast(case, place),
         }
     }
 }

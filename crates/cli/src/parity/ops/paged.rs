@@ -163,6 +163,6 @@ pub(super) use fast::fast;
 
 /// Refuses: the backend was not compiled in.
 #[cfg(not(feature = "paged"))]
-pub(super) fn fast(case: &Case) -> Result<Outputs, super::NotRun> {
+pub(super) fn fast(case: &Case, _place: &super::Place) -> Result<Outputs, super::NotRun> {
     Err(super::NotRun::Unsupported(super::not_compiled(case.op)))
 }

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use mstar_kernels::reference::Real;
 use mstar_kernels::{DType, Element};
 
-use super::{Case, Computed, NotRun, Outputs, lse_in_base_2};
+use super::{Case, Computed, NotRun, Outputs, Place, lse_in_base_2};
 
 /// A scalar that can stand in an output before the run; NaN, so that an entry left unwritten fails the gate.
 pub(super) trait Unwritten: Element + Real {
@@ -27,14 +27,15 @@ pub(super) type Attended = mstar_kernels::Result<(Vec<f32>, Vec<f32>)>;
 /// A case's outputs from what its backend computed in the case's own type; the lse in the case's base.
 pub(super) fn outputs(
     case: &Case,
-    f32: fn(&Case) -> Attended,
-    bf16: fn(&Case) -> Attended,
-    f16: fn(&Case) -> Attended,
+    place: &Place,
+    f32: fn(&Case, &Place) -> Attended,
+    bf16: fn(&Case, &Place) -> Attended,
+    f16: fn(&Case, &Place) -> Attended,
 ) -> Result<Outputs, NotRun> {
     let result = match case.dtype {
-        DType::Bf16 => bf16(case),
-        DType::F16 => f16(case),
-        _ => f32(case),
+        DType::Bf16 => bf16(case, place),
+        DType::F16 => f16(case, place),
+        _ => f32(case, place),
     };
     let (o, mut lse) = result.map_err(|error| NotRun::Failed(error.to_string()))?;
     if lse_in_base_2(&case.params).expect("checked when the case was read") {

@@ -10,7 +10,7 @@ use crate::cpu::arena::{Arena, arena_bytes};
 use crate::cpu::workers::{MAX_WORKERS, each};
 #[cfg(feature = "paged")]
 use crate::paged::Family;
-use crate::paged::Stored;
+use crate::paged::{Stored, Target};
 use crate::work::{Item, Merge, WorkList};
 
 /// Multiply-adds below which starting other workers costs more than it gives.
@@ -33,6 +33,10 @@ fn scratch_bytes(work: &WorkList) -> usize {
 
 /// Bytes that [`run`] needs with up to `workers` workers; [`usize::MAX`], which no workspace has, past that.
 pub(crate) fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
+    if work.target == Target::Blocks {
+        // A device has scratch of its own.
+        return arena_bytes::<f32>(work.partial_len as usize);
+    }
     let scratch = workers.clamp(1, MAX_WORKERS).saturating_mul(scratch_bytes(work));
     arena_bytes::<f32>(work.partial_len as usize).saturating_add(scratch)
 }

@@ -48,11 +48,16 @@ impl Unit {
     /// Partial states joined.
     pub const MERGE: Unit = unit!("merge.cu");
 
+    /// Whole entries from place to place.
+    pub const MOVE: Unit = unit!("move.cu");
+    /// Synthetic queries, keys and values.
+    pub const SYNTH: Unit = unit!("synth.cu");
+
     /// Over latents.
     pub const LATENT: Unit = unit!("latent.cu");
 
     /// Every unit.
-    pub const ALL: &[Unit] = &[Unit::PLAIN, Unit::MERGE, Unit::LATENT];
+    pub const ALL: &[Unit] = &[Unit::PLAIN, Unit::MERGE, Unit::LATENT, Unit::MOVE, Unit::SYNTH];
 
     /// A unit of its own text. Units of one name are taken for the same one.
     pub const fn of(name: &'static str, text: &'static str) -> Unit {

@@ -149,7 +149,8 @@ impl Batch {
             },
         };
         let table = Table { cu_q: &cu_q, prefix, cu_k: &cu_k };
-        let options = ScheduleOptions { workers: self.workers, cascade: true, pad_to: self.pad_to };
+        let options =
+            ScheduleOptions { workers: self.workers, pad_to: self.pad_to, ..ScheduleOptions::default() };
         let mut work = WorkList::default();
         schedule(&self.geometry::<Q, K>(), &self.variant, &table, &options, &mut work).unwrap();
         assert!(crate::dense::is_for(&work, &self.geometry::<Q, K>(), &self.variant, &table));

@@ -8,7 +8,8 @@ use crate::testing::on_every_isa;
 use crate::work::WorkList;
 use crate::{DType, Error, Stream, TensorMut, TensorRef};
 
-const OPTIONS: ScheduleOptions = ScheduleOptions { workers: 2, cascade: true, pad_to: None };
+const OPTIONS: ScheduleOptions =
+    ScheduleOptions { workers: 2, cascade: true, pad_to: None, target: crate::paged::Target::Threads };
 
 fn geometry(d: usize) -> Geometry {
     Geometry {

@@ -91,7 +91,7 @@ fn padding_changes_no_bit() {
     let plain = batch.run();
     for extra in [0, 1, 3, 200] {
         let pad_to = Some(batch.tokens() + extra);
-        let padded = batch.run_with(&ScheduleOptions { pad_to, workers: 2, cascade: true });
+        let padded = batch.run_with(&ScheduleOptions { pad_to, workers: 2, ..ScheduleOptions::default() });
         same_bits(&plain, &padded, &format!("{extra} padded tokens"));
     }
 }
@@ -109,7 +109,7 @@ fn a_cascade_changes_no_bit() {
     ];
     let run = |h: usize, cascade| -> Result<bf16> {
         let batch = Batch::<bf16, bf16>::of(Shape { h, ..SHAPE }, CAUSAL, &rows);
-        batch.run_with(&ScheduleOptions { cascade, workers: 2, pad_to: None })
+        batch.run_with(&ScheduleOptions { cascade, workers: 2, ..ScheduleOptions::default() })
     };
     on_every_isa(|_| {
         for h in [1, 6, 16, 70] {

@@ -6,18 +6,18 @@ use mstar_attn_dense::{
     DensePlan, Geometry, Inputs as Tensors, Outputs as Into, PlanOptions, Prefix, Table, Variant, Workspace,
     run,
 };
-use mstar_kernels::{Stream, TensorMut, TensorRef};
 
 use super::{Case, Inputs};
 use crate::parity::ops::unwritten::{Attended, Unwritten, outputs};
 use crate::parity::ops::{NotRun, Outputs};
+use crate::parity::place::Place;
 
 /// Runs a case; its lse in the case's base.
-pub(in crate::parity::ops) fn fast(case: &Case) -> Result<Outputs, NotRun> {
-    outputs(case, run_case::<f32>, run_case::<bf16>, run_case::<f16>)
+pub(in crate::parity::ops) fn fast(case: &Case, place: &Place) -> Result<Outputs, NotRun> {
+    outputs(case, place, run_case::<f32>, run_case::<bf16>, run_case::<f16>)
 }
 
-fn run_case<E: Unwritten>(case: &Case) -> Attended {
+fn run_case<E: Unwritten>(case: &Case, place: &Place) -> Attended {
     let inputs = Inputs::new(case).expect("checked when the case was read");
     let letters = &case.letters;
     let [t, h, g, d] = ["T", "H", "G", "D"].map(|letter| letters.get(letter));
@@ -33,26 +33,28 @@ fn run_case<E: Unwritten>(case: &Case) -> Attended {
     let variant = Variant { sm_scale: inputs.sm_scale as f32, causal: inputs.causal, ..Variant::causal(d) };
     let table =
         Table { cu_q: &inputs.cu_q, prefix: Prefix::Packed { cu_p: &rows.cu_p }, cu_k: &rows.cu_fresh };
-    let plan = DensePlan::new(&geometry, &variant, &table, &PlanOptions::default())?;
-    let mut workspace = Workspace::with_bytes(plan.workspace_bytes())?;
-    let q = case.elements::<E>("in.q");
+    let options = PlanOptions { device: place.device(), ..PlanOptions::default() };
+    let mut plan = DensePlan::new(&geometry, &variant, &table, &options)?;
+    plan.stage(&place.stream())?;
+    let mut workspace = Workspace::on(place.device(), plan.workspace_bytes())?;
+    let q = place.put(&case.elements::<E>("in.q"), &[t, h, d])?;
     let [(k_prefix, k), (v_prefix, v)] =
         ["in.k", "in.v"].map(|name| rows.split(&case.elements::<E>(name), g * d));
     let [prefix, fresh] = [&rows.cu_p, &rows.cu_fresh].map(|cu| [cu[cu.len() - 1] as usize, g, d]);
-    let (mut o, mut lse) = (vec![E::UNWRITTEN; t * h * d], vec![f32::NAN; t * h]);
+    let [k_prefix, v_prefix] = [place.put(&k_prefix, &prefix)?, place.put(&v_prefix, &prefix)?];
+    let [k, v] = [place.put(&k, &fresh)?, place.put(&v, &fresh)?];
+    let (mut o, mut lse) = (place.filled(E::UNWRITTEN, &[t, h, d])?, place.filled(f32::NAN, &[t, h])?);
     let tensors = Tensors {
-        q: TensorRef::from_slice(&q, &[t, h, d])?,
-        k_prefix: Some(TensorRef::from_slice(&k_prefix, &prefix)?),
-        v_prefix: Some(TensorRef::from_slice(&v_prefix, &prefix)?),
-        k: TensorRef::from_slice(&k, &fresh)?,
-        v: TensorRef::from_slice(&v, &fresh)?,
+        q: q.view()?,
+        k_prefix: Some(k_prefix.view()?),
+        v_prefix: Some(v_prefix.view()?),
+        k: k.view()?,
+        v: v.view()?,
     };
-    let into = Into {
-        o: TensorMut::from_slice(&mut o, &[t, h, d])?,
-        lse: Some(TensorMut::from_slice(&mut lse, &[t, h])?),
-    };
-    run(&plan, &Stream::cpu(), &mut workspace, tensors, into)?;
-    Ok((o.iter().map(|x| x.to_f64() as f32).collect(), lse))
+    let into = Into { o: o.view_mut()?, lse: Some(lse.view_mut()?) };
+    run(&plan, &place.stream(), &mut workspace, tensors, into)?;
+    let o = place.take(&o, E::UNWRITTEN)?;
+    Ok((o.iter().map(|x| x.to_f64() as f32).collect(), place.take(&lse, f32::NAN)?))
 }
 
 /// Where each row's prefix and fresh keys lie once they are apart.

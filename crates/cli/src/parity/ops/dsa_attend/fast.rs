@@ -9,13 +9,14 @@ use mstar_dsa::{
 use super::{Case, Inputs};
 use crate::parity::ops::unwritten::{Attended, Unwritten, outputs};
 use crate::parity::ops::{NotRun, Outputs};
+use crate::parity::place::Place;
 
 /// Runs a case; its lse in the case's base.
-pub(in crate::parity::ops) fn fast(case: &Case) -> Result<Outputs, NotRun> {
-    outputs(case, run_case::<f32>, run_case::<bf16>, run_case::<f16>)
+pub(in crate::parity::ops) fn fast(case: &Case, place: &Place) -> Result<Outputs, NotRun> {
+    outputs(case, place, run_case::<f32>, run_case::<bf16>, run_case::<f16>)
 }
 
-fn run_case<E: Unwritten>(case: &Case) -> Attended {
+fn run_case<E: Unwritten>(case: &Case, _place: &Place) -> Attended {
     let inputs = Inputs::new(case).expect("checked when the case was read");
     let [t, h, c, e, s, p, k] = ["T", "H", "C", "E", "S", "P", "K"].map(|letter| case.letters.get(letter));
     let (q_nope, q_pe) = (case.elements::<E>("in.q_nope"), case.elements::<E>("in.q_pe"));

@@ -4,18 +4,18 @@ use half::{bf16, f16};
 use mstar_attn_mla::{
     Geometry, Inputs as Tensors, Outputs as Into, PageTable, Plan, PlanOptions, Variant, Workspace, run,
 };
-use mstar_kernels::{Stream, TensorMut, TensorRef};
 
 use super::{Case, Inputs};
 use crate::parity::ops::unwritten::{Attended, Unwritten, outputs};
 use crate::parity::ops::{NotRun, Outputs};
+use crate::parity::place::Place;
 
 /// Runs a case; its lse in the case's base.
-pub(in crate::parity::ops) fn fast(case: &Case) -> Result<Outputs, NotRun> {
-    outputs(case, run_case::<f32>, run_case::<bf16>, run_case::<f16>)
+pub(in crate::parity::ops) fn fast(case: &Case, place: &Place) -> Result<Outputs, NotRun> {
+    outputs(case, place, run_case::<f32>, run_case::<bf16>, run_case::<f16>)
 }
 
-fn run_case<E: Unwritten>(case: &Case) -> Attended {
+fn run_case<E: Unwritten>(case: &Case, place: &Place) -> Attended {
     let inputs = Inputs::new(case).expect("checked when the case was read");
     let letters = &case.letters;
     let [t, h, c, e, p, s] = ["T", "H", "C", "E", "P", "S"].map(|letter| letters.get(letter));
@@ -37,22 +37,19 @@ fn run_case<E: Unwritten>(case: &Case) -> Attended {
         num_pages: p,
         ..PageTable::default()
     };
-    let plan = Plan::new(&geometry, &variant, &table, &PlanOptions::default())?;
-    let mut workspace = Workspace::for_plan(&plan)?;
-    let (q_nope, q_pe) = (case.elements::<E>("in.q_nope"), case.elements::<E>("in.q_pe"));
-    let latent = case.elements::<E>("in.latent");
-    let (mut o, mut lse) = (vec![E::UNWRITTEN; t * h * c], vec![f32::NAN; t * h]);
-    let tensors = Tensors {
-        q_nope: TensorRef::from_slice(&q_nope, &[t, h, c])?,
-        q_pe: TensorRef::from_slice(&q_pe, &[t, h, e])?,
-        latent: TensorRef::from_slice(&latent, &[p, s, c + e])?,
-    };
-    let into = Into {
-        o: TensorMut::from_slice(&mut o, &[t, h, c])?,
-        lse: Some(TensorMut::from_slice(&mut lse, &[t, h])?),
-    };
-    run(&plan, &Stream::cpu(), &mut workspace, tensors, into)?;
-    Ok((o.iter().map(|x| x.to_f64() as f32).collect(), lse))
+    let options = PlanOptions { device: place.device(), ..PlanOptions::default() };
+    let mut plan = Plan::new(&geometry, &variant, &table, &options)?;
+    plan.stage(&place.stream())?;
+    let mut workspace = Workspace::on(place.device(), plan.workspace_bytes())?;
+    let q_nope = place.put(&case.elements::<E>("in.q_nope"), &[t, h, c])?;
+    let q_pe = place.put(&case.elements::<E>("in.q_pe"), &[t, h, e])?;
+    let latent = place.put(&case.elements::<E>("in.latent"), &[p, s, c + e])?;
+    let (mut o, mut lse) = (place.filled(E::UNWRITTEN, &[t, h, c])?, place.filled(f32::NAN, &[t, h])?);
+    let tensors = Tensors { q_nope: q_nope.view()?, q_pe: q_pe.view()?, latent: latent.view()? };
+    let into = Into { o: o.view_mut()?, lse: Some(lse.view_mut()?) };
+    run(&plan, &place.stream(), &mut workspace, tensors, into)?;
+    let o = place.take(&o, E::UNWRITTEN)?;
+    Ok((o.iter().map(|x| x.to_f64() as f32).collect(), place.take(&lse, f32::NAN)?))
 }
 
 /// The pages that each row's `kv_len` fills; a case may list more.

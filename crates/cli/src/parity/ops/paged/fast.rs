@@ -5,13 +5,14 @@ use mstar_attn_paged::{
     Geometry, Inputs as Tensors, Mask, MaskEntries, Outputs as Into, PageTable, Plan, PlanOptions, Variant,
     Workspace, run,
 };
-use mstar_kernels::{Stream, TensorMut, TensorRef};
+use mstar_kernels::TensorRef;
 
 use super::{Case, Inputs};
 use crate::parity::ops::unwritten::{Attended, Unwritten, outputs};
 use crate::parity::ops::{NotRun, Outputs};
+use crate::parity::place::Place;
 
-/// A batch on borrowed memory.
+/// A batch on borrowed memory: tensors on the place, the rest on the host.
 pub(super) struct Batch<'a> {
     pub(super) geometry: Geometry,
     pub(super) variant: Variant,
@@ -24,17 +25,18 @@ pub(super) struct Batch<'a> {
 }
 
 /// Runs a case; its lse in the case's base.
-pub(in crate::parity::ops) fn fast(case: &Case) -> Result<Outputs, NotRun> {
-    outputs(case, run_case::<f32>, run_case::<bf16>, run_case::<f16>)
+pub(in crate::parity::ops) fn fast(case: &Case, place: &Place) -> Result<Outputs, NotRun> {
+    outputs(case, place, run_case::<f32>, run_case::<bf16>, run_case::<f16>)
 }
 
-fn run_case<E: Unwritten>(case: &Case) -> Attended {
+fn run_case<E: Unwritten>(case: &Case, place: &Place) -> Attended {
     let inputs = Inputs::new(case).expect("checked when the case was read");
     let letters = &case.letters;
     let [h, g, d, s] = ["H", "G", "D", "S"].map(|letter| letters.get(letter));
-    let (q, kv) = (case.elements::<E>("in.q"), case.elements::<E>("in.kv"));
-    let kv = TensorRef::from_slice(&kv, &[letters.get("P"), 2, s, g, d])?;
-    attend::<E>(&Batch {
+    let q = place.put(&case.elements::<E>("in.q"), &[letters.get("T"), h, d])?;
+    let kv = place.put(&case.elements::<E>("in.kv"), &[letters.get("P"), 2, s, g, d])?;
+    let kv = kv.view()?;
+    let batch = Batch {
         geometry: Geometry {
             num_qo_heads: h,
             num_kv_heads: g,
@@ -64,35 +66,38 @@ fn run_case<E: Unwritten>(case: &Case) -> Attended {
             num_pages: letters.get("P"),
             ..PageTable::default()
         },
-        q: TensorRef::from_slice(&q, &[letters.get("T"), h, d])?,
+        q: q.view()?,
         k: kv.select(1, 0)?,
         v: kv.select(1, 1)?,
         sinks: inputs.sinks.as_deref(),
         alibi_slopes: inputs.alibi_slopes.as_deref(),
-    })
+    };
+    attend::<E>(&batch, place)
 }
 
 /// Plans and runs a batch: `o` `[T, H, Dv]` as f32, `lse` `[T, H]`.
-pub(super) fn attend<E: Unwritten>(batch: &Batch<'_>) -> Attended {
+pub(super) fn attend<E: Unwritten>(batch: &Batch<'_>, place: &Place) -> Attended {
     let (tokens, heads) = (batch.q.shape()[0], batch.geometry.num_qo_heads);
     let width = batch.geometry.head_dim_vo;
-    let plan = Plan::new(&batch.geometry, &batch.variant, &batch.table, &PlanOptions::default())?;
-    let mut workspace = Workspace::for_plan(&plan)?;
-    let mut o = vec![E::UNWRITTEN; tokens * heads * width];
-    let mut lse = vec![f32::NAN; tokens * heads];
+    let options = PlanOptions { device: place.device(), ..PlanOptions::default() };
+    let mut plan = Plan::new(&batch.geometry, &batch.variant, &batch.table, &options)?;
+    plan.stage(&place.stream())?;
+    let mut workspace = Workspace::on(place.device(), plan.workspace_bytes())?;
+    let mut o = place.filled(E::UNWRITTEN, &[tokens, heads, width])?;
+    let mut lse = place.filled(f32::NAN, &[tokens, heads])?;
+    let per_head = |values: Option<&[f32]>| values.map(|values| place.put(values, &[heads])).transpose();
+    let (sinks, slopes) = (per_head(batch.sinks)?, per_head(batch.alibi_slopes)?);
     let tensors = Tensors {
         q: batch.q,
         k: batch.k,
         v: batch.v,
-        sinks: batch.sinks.map(|sinks| TensorRef::from_slice(sinks, &[heads])).transpose()?,
-        alibi_slopes: batch.alibi_slopes.map(|slopes| TensorRef::from_slice(slopes, &[heads])).transpose()?,
+        sinks: sinks.as_ref().map(|sinks| sinks.view()).transpose()?,
+        alibi_slopes: slopes.as_ref().map(|slopes| slopes.view()).transpose()?,
     };
-    let into = Into {
-        o: TensorMut::from_slice(&mut o, &[tokens, heads, width])?,
-        lse: Some(TensorMut::from_slice(&mut lse, &[tokens, heads])?),
-    };
-    run(&plan, &Stream::cpu(), &mut workspace, tensors, into)?;
-    Ok((o.iter().map(|x| x.to_f64() as f32).collect(), lse))
+    let into = Into { o: o.view_mut()?, lse: Some(lse.view_mut()?) };
+    run(&plan, &place.stream(), &mut workspace, tensors, into)?;
+    let o = place.take(&o, E::UNWRITTEN)?;
+    Ok((o.iter().map(|x| x.to_f64() as f32).collect(), place.take(&lse, f32::NAN)?))
 }
 
 #[cfg(test)]

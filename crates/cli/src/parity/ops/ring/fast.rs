@@ -4,25 +4,28 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow};
 use half::{bf16, f16};
-use mstar_attn_flex::{BlockMask, Geometry, Inputs as Tensors, KvBlocks, MaskRule, MaskShape, Plan, run};
+use mstar_attn_flex::{
+    BlockMask, Geometry, Inputs as Tensors, KernelOptions, KvBlocks, MaskRule, MaskShape, Plan, run,
+};
 use mstar_attn_flex::{Outputs as Into, Workspace};
 use mstar_core::kv::{RING_BLOCK, RingCache, RingConfig, RingGeometry, RingKv};
 use mstar_core::resource::Ingest;
 use mstar_core::step::{Declaration, RingSegment, RingStep};
 use mstar_core::{Engine, Label, PlanId, RequestId, Resource, Step};
 use mstar_kernels::reference::ring::Pass;
-use mstar_kernels::{DType, Stream, TensorMut, TensorRef};
+use mstar_kernels::{DType, Stream, TensorRef};
 
 use super::{Case, Inputs};
 use crate::parity::ops::unwritten::Unwritten;
 use crate::parity::ops::{Computed, NotRun, Outputs};
+use crate::parity::place::Place;
 
 /// Runs a case.
-pub(in crate::parity::ops) fn fast(case: &Case) -> Result<Outputs, NotRun> {
+pub(in crate::parity::ops) fn fast(case: &Case, place: &Place) -> Result<Outputs, NotRun> {
     let computed = match case.dtype {
-        DType::Bf16 => run_case::<bf16>(case),
-        DType::F16 => run_case::<f16>(case),
-        _ => run_case::<f32>(case),
+        DType::Bf16 => run_case::<bf16>(case, place),
+        DType::F16 => run_case::<f16>(case, place),
+        _ => run_case::<f32>(case, place),
     };
     computed.map_err(|error| NotRun::Failed(format!("{error:#}")))
 }
@@ -63,7 +66,7 @@ impl Rig {
     }
 }
 
-fn run_case<E: Unwritten>(case: &Case) -> Result<Outputs> {
+fn run_case<E: Unwritten>(case: &Case, place: &Place) -> Result<Outputs> {
     let inputs = Inputs::new(case).expect("checked when the case was read");
     let [n, h, g, f, d] = ["N", "H", "G", "F", "D"].map(|letter| case.letters.get(letter));
     let layer = RingGeometry {
@@ -88,10 +91,11 @@ fn run_case<E: Unwritten>(case: &Case) -> Result<Outputs> {
     };
     debug_assert_eq!(shape.block_kv, RING_BLOCK);
     let (q, k, v) = (case.elements::<E>("in.q"), case.elements::<E>("in.k"), case.elements::<E>("in.v"));
-    let mut o = vec![E::UNWRITTEN; n * h * f * d];
+    let mut o: Vec<E> = Vec::with_capacity(n * h * f * d);
     let (mut visible_blocks, mut visible_indptr) = (Vec::new(), vec![0i32]);
     let (rig, stream) = (Rig::new(config)?, Stream::cpu());
-    let mut workspace = Workspace::with_bytes(0)?;
+    let mut workspace = Workspace::on(place.device(), 0)?;
+    let options = KernelOptions { device: place.device(), ..KernelOptions::default() };
     for (pass, &Pass { world, frame_pos, commit }) in inputs.passes.iter().enumerate() {
         let said = || format!("pass {pass}");
         let planned = rig.plan(step(world, frame_pos, commit, f)).with_context(said)?;
@@ -104,18 +108,29 @@ fn run_case<E: Unwritten>(case: &Case) -> Result<Outputs> {
         visible_indptr.push(visible_blocks.len() as i32);
         let full = KvBlocks { indptr: &[0, blocks.len() as i32], indices: blocks };
         let mask = BlockMask::from_kv_blocks(shape, full, KvBlocks::NONE, MaskRule::Whole)?;
-        let plan = Plan::new(&geometry, &mask, &Default::default())?;
+        let mut plan = Plan::new(&geometry, &mask, &options)?;
+        plan.stage(&place.stream(), &[])?;
         workspace.reserve_bytes(plan.workspace_bytes())?;
         let at = pass * h * f * d;
+        // The ring is the host's; what attends it may be elsewhere.
+        let whole = |tensor: TensorRef<'_>| {
+            let slice =
+                tensor.as_slice::<E>().ok_or_else(|| anyhow!("a layer of the ring is not contiguous"))?;
+            Ok::<_, anyhow::Error>(place.put(slice, tensor.shape())?)
+        };
+        let (ring_k, ring_v) = (whole(view.layer.k)?, whole(view.layer.v)?);
+        let pass_q = place.put(&q[at..at + h * f * d], &[1, h, f, d])?;
+        let mut pass_o = place.filled(E::UNWRITTEN, &[1, h, f, d])?;
         let tensors = Tensors {
-            q: TensorRef::from_slice(&q[at..at + h * f * d], &[1, h, f, d])?,
-            k: view.layer.k.transpose(0, 1).insert_axis(0),
-            v: view.layer.v.transpose(0, 1).insert_axis(0),
+            q: pass_q.view()?,
+            k: ring_k.view()?.transpose(0, 1).insert_axis(0),
+            v: ring_v.view()?.transpose(0, 1).insert_axis(0),
             scale: Some(inputs.sm_scale as f32),
             score_mods: &[],
         };
-        let o = TensorMut::from_slice(&mut o[at..at + h * f * d], &[1, h, f, d])?;
-        run(&plan, &stream, &mut workspace, tensors, Into { o, lse: None, max_scores: None })?;
+        let into = Into { o: pass_o.view_mut()?, lse: None, max_scores: None };
+        run(&plan, &place.stream(), &mut workspace, tensors, into)?;
+        o.extend(place.take(&pass_o, E::UNWRITTEN)?);
         rig.engine.commit(planned).with_context(said)?;
     }
     Ok(Outputs::from([

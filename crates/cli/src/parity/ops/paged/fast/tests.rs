@@ -23,6 +23,12 @@ use crate::parity::case::Tolerance;
 use crate::parity::compare;
 use crate::parity::judge::compare_all;
 use crate::parity::ops::{Engine, rounded};
+use crate::parity::place::Place;
+
+/// The CPU.
+fn here() -> Place {
+    Place::new(mstar_kernels::Device::Cpu).expect("the CPU is here")
+}
 
 /// One row: `(q_len, kept tokens, pages given back, dead slots of the first page)`.
 type Row = (usize, usize, usize, usize);
@@ -301,7 +307,7 @@ impl Batch {
             sinks: self.sinks.then_some(&laid.sinks),
             alibi_slopes: self.alibi.then_some(&laid.slopes),
         };
-        attend::<E>(&batch).expect("the batch is legal")
+        attend::<E>(&batch, &here()).expect("the batch is legal")
     }
 
     /// Judges the fast kernels on this batch by the gate, on every body that this machine runs.
@@ -435,7 +441,8 @@ fn through_a_file<E: Unwritten + Exact>(batch: &Batch) -> Result<(), TestCaseErr
     let case = Case::read(&written::<E>(&said, op, folder.path()))
         .map_err(|e| TestCaseError::fail(format!("{e:#}")))?;
     for engine in [Engine::Reference, Engine::Fast] {
-        let outputs = case.op.run(&case, engine).map_err(|e| TestCaseError::fail(format!("{e:?}")))?;
+        let outputs =
+            case.op.run(&case, engine, &here()).map_err(|e| TestCaseError::fail(format!("{e:?}")))?;
         for judgement in compare_all(&case, &outputs) {
             prop_assert!(judgement.passed(), "{engine:?}: {judgement:?}\n{said:?}");
         }

@@ -1,0 +1,123 @@
+//! A work list as bytes that a device reads: a header, then the records as they are.
+//!
+//! Kernels know the address alone, so that a captured graph runs over whatever list stands there.
+
+use bytemuck::{Pod, Zeroable, bytes_of, cast_slice};
+
+use crate::work::WorkList;
+use crate::{Error, Result};
+
+/// What the image starts with; `cu/list.cuh` has the same. Offsets are in bytes from its start, multiples of [`ALIGN`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub(crate) struct Header {
+    pub(crate) rows: u32,
+    pub(crate) items: u32,
+    pub(crate) merges: u32,
+    pub(crate) tokens: u32,
+    pub(crate) row_at: u32,
+    pub(crate) item_at: u32,
+    pub(crate) member_at: u32,
+    pub(crate) merge_at: u32,
+    pub(crate) part_at: u32,
+    pub(crate) page_at: u32,
+    pub(crate) mask_at: u32,
+    pub(crate) segment_at: u32,
+    pub(crate) flag_at: u32,
+    pub(crate) position_at: u32,
+    pub(crate) table_at: u32,
+    pub(crate) few: u32,
+}
+
+/// A mod's numbers; see `cu/list.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+pub(crate) struct ModTable {
+    pub(crate) floats_at: u32,
+    pub(crate) ints_at: u32,
+    pub(crate) a: i32,
+    pub(crate) b: i32,
+    pub(crate) value: f32,
+    pub(crate) reserved: [u32; 3],
+}
+
+const _: () = assert!(size_of::<Header>() == 64 && size_of::<ModTable>() == 32);
+
+/// Where arrays start.
+const ALIGN: usize = 16;
+
+/// Arrays behind each other, before they are written.
+pub(crate) struct Layout {
+    header: Header,
+    bytes: usize,
+}
+
+impl Layout {
+    /// Where everything of a list goes, with `extra` more arrays (of those bytes) behind it.
+    ///
+    /// # Errors
+    /// [`Error::Overflow`] for a list of 4 GiB.
+    pub(crate) fn of(work: &WorkList, tables: usize, extra: usize) -> Result<Layout> {
+        let mut at = size_of::<Header>();
+        let mut place = |bytes: usize| {
+            let start = at;
+            at = at.saturating_add(bytes).next_multiple_of(ALIGN);
+            start as u32
+        };
+        let header = Header {
+            rows: work.rows.len() as u32,
+            items: work.items.len() as u32,
+            merges: work.merges.len() as u32,
+            tokens: work.num_tokens as u32,
+            row_at: place(size_of_val(&work.rows[..])),
+            item_at: place(size_of_val(&work.items[..])),
+            member_at: place(size_of_val(&work.members[..])),
+            merge_at: place(size_of_val(&work.merges[..])),
+            part_at: place(size_of_val(&work.parts[..])),
+            page_at: place(size_of_val(&work.pages[..])),
+            mask_at: place(size_of_val(&work.mask[..])),
+            segment_at: place(size_of_val(&work.segments.rows[..])),
+            flag_at: if work.blocks.partial.is_empty() { 0 } else { place(work.blocks.partial.len()) },
+            position_at: match work.blocks.positions.len() {
+                0 => 0,
+                len => place(len * size_of::<i32>()),
+            },
+            table_at: place(tables * size_of::<ModTable>()),
+            few: work.few as u32,
+        };
+        let bytes = at.saturating_add(extra);
+        if bytes > u32::MAX as usize {
+            return Err(Error::Overflow { shape: vec![bytes] });
+        }
+        Ok(Layout { header, bytes: at })
+    }
+
+    /// Bytes of all that [`Layout::write`] writes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Writes a list. `to` has [`Layout::bytes`] bytes, or more.
+    pub(crate) fn write(&self, work: &WorkList, tables: impl Iterator<Item = ModTable>, to: &mut [u8]) {
+        let header = &self.header;
+        to[..size_of::<Header>()].copy_from_slice(bytes_of(header));
+        let mut put = |at: u32, bytes: &[u8]| to[at as usize..][..bytes.len()].copy_from_slice(bytes);
+        put(header.row_at, cast_slice(&work.rows));
+        put(header.item_at, cast_slice(&work.items));
+        put(header.member_at, cast_slice(&work.members));
+        put(header.merge_at, cast_slice(&work.merges));
+        put(header.part_at, cast_slice(&work.parts));
+        put(header.page_at, cast_slice(&work.pages));
+        put(header.mask_at, cast_slice(&work.mask));
+        put(header.segment_at, cast_slice(&work.segments.rows));
+        if header.flag_at != 0 {
+            put(header.flag_at, &work.blocks.partial);
+        }
+        if header.position_at != 0 {
+            put(header.position_at, cast_slice(&work.blocks.positions));
+        }
+        for (index, table) in tables.enumerate() {
+            put(header.table_at + (index * size_of::<ModTable>()) as u32, bytes_of(&table));
+        }
+    }
+}

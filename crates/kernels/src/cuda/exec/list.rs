@@ -1,0 +1,333 @@
+//! A list on a device: staging it, and running one layer over it.
+
+use std::fmt;
+
+use crate::cpu::paged::Call;
+use crate::cuda::jit::{self, Key};
+use crate::cuda::{Context, Function, Launch, launch};
+use crate::paged::{Stored, Target};
+use crate::staged::Staged;
+use crate::work::WorkList;
+use crate::{Device, Error, Result, Stream, TensorMut, TensorRef};
+
+use super::image::Layout;
+use super::params::{ALIGNED, Attend, CAUSAL, PER_HEAD, PREFIX_PAGES, Place, View, Walk};
+use super::{Choice, merge, mods, plain};
+
+/// What a device has of a work list. A copy of a list has nothing on a device.
+#[derive(Default)]
+pub(crate) struct StagedList(Option<Box<OnDevice>>);
+
+impl Clone for StagedList {
+    fn clone(&self) -> StagedList {
+        StagedList(None)
+    }
+}
+
+impl fmt::Debug for StagedList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let current = self.0.as_ref().filter(|on| on.current);
+        f.debug_tuple("StagedList").field(&current.map(|on| on.image.device())).finish()
+    }
+}
+
+impl StagedList {
+    /// The list is made anew: what the device has of it is of no use until it is staged again.
+    pub(crate) fn forget(&mut self) {
+        if let Some(on) = &mut self.0 {
+            on.current = false;
+        }
+    }
+}
+
+struct OnDevice {
+    image: Staged,
+    /// Whether the image is that of the list as it is.
+    current: bool,
+    mods: mods::Staged,
+    few: Option<Ready>,
+    many: Option<Ready>,
+    merge: Option<Ready>,
+}
+
+/// A kernel that is loaded, and how it is launched.
+struct Ready {
+    key: Key,
+    function: Function,
+    threads: u32,
+    shared: u32,
+    /// Blocks that the device holds at once.
+    most_blocks: u32,
+    /// [`Attend::walk`].
+    walk: u32,
+    /// Blocks that a launch has.
+    blocks: u32,
+}
+
+impl Ready {
+    fn of(choice: &Choice, device: Device, context: &Context) -> Result<Ready> {
+        let function = jit::function(device, &choice.key)?;
+        let each = function.blocks_per_sm(choice.threads, choice.shared)?;
+        if each == 0 {
+            let (threads, shared) = (choice.threads, choice.shared);
+            let why =
+                format!("a block of {threads} threads and {shared} bytes does not fit on a multiprocessor");
+            return Err(Error::Kernel { kernel: choice.key.to_string(), why });
+        }
+        Ok(Ready {
+            key: choice.key.clone(),
+            function,
+            threads: choice.threads,
+            shared: choice.shared,
+            most_blocks: each * context.sm_count(),
+            walk: 0,
+            blocks: 0,
+        })
+    }
+
+    fn launch(&self, stream: &Stream, params: &Attend) -> Result<()> {
+        if self.blocks == 0 {
+            return Ok(());
+        }
+        let how = Launch { grid: [self.blocks, 1, 1], block: self.threads, shared: self.shared };
+        // SAFETY: the kernel takes an `Attend`, whose addresses `attend` checked: tensors of the list's shapes on this device, an
+        // image that is in range because the list is, and a workspace with room for its states.
+        unsafe { launch(&self.function, stream, how, &Attend { walk: self.walk, ..*params }) }
+    }
+}
+
+/// Stages a list that knows no mods. Nothing is done for a list that is staged as it is.
+///
+/// # Errors
+/// A list cut for threads; a kernel that cannot be built; memory that cannot be had.
+pub(crate) fn stage(work: &mut WorkList, stream: &Stream) -> Result<()> {
+    stage_with(work, stream, None)
+}
+
+/// Stages a list over blocks, with the mods of the calls over it.
+///
+/// # Errors
+/// As [`stage`]; mods that have no half for devices.
+#[cfg(feature = "flex")]
+pub(crate) fn stage_blocks(
+    work: &mut WorkList,
+    stream: &Stream,
+    scores: &[crate::flex::ScoreMod<'_>],
+    masks: &[crate::flex::MaskMod<'_>],
+) -> Result<()> {
+    let before = work.staged.0.as_ref().filter(|on| on.mods.are(scores, masks));
+    let mods = match before {
+        Some(_) => None,
+        None => Some(mods::Staged::of(stream.device(), scores, masks)?),
+    };
+    stage_with(work, stream, mods)
+}
+
+fn stage_with(work: &mut WorkList, stream: &Stream, mods: Option<mods::Staged>) -> Result<()> {
+    let device = stream.device();
+    if work.target != Target::Blocks {
+        let why = "the list was cut for threads; plan it with the device in its options".into();
+        return Err(Error::Parameter { name: "work", why, got: format!("a stream of {device}") });
+    }
+    let mut on = work.staged.0.take().filter(|on| on.image.device() == device);
+    if mods.is_none() && on.as_ref().is_some_and(|on| on.current) {
+        work.staged.0 = on;
+        return Ok(());
+    }
+    let staged = match &mut on {
+        Some(on) => on,
+        None => on.insert(Box::new(OnDevice {
+            image: Staged::with_capacity(stream, 0)?,
+            current: false,
+            mods: mods::Staged::default(),
+            few: None,
+            many: None,
+            merge: None,
+        })),
+    };
+    if let Some(mods) = mods {
+        staged.mods = mods;
+    }
+    staged.current = false;
+    let done = staged.make(work, stream);
+    if let Some(on) = &mut on {
+        on.current = done.is_ok();
+    }
+    work.staged.0 = on;
+    done
+}
+
+impl OnDevice {
+    /// Has the kernels ready and the image on its way.
+    fn make(&mut self, work: &WorkList, stream: &Stream) -> Result<()> {
+        let device = stream.device();
+        self.choose(work, Context::of(device)?, device)?;
+        let layout = Layout::of(work, self.mods.tables.len(), self.mods.bytes())?;
+        let words_at = layout.bytes();
+        let (mods, bytes) = (&self.mods, words_at + self.mods.bytes());
+        self.image.set_with(stream, bytes, |to| {
+            layout.write(work, mods.tables_at(words_at as u32), to);
+            to[words_at..bytes].copy_from_slice(bytemuck::cast_slice(&mods.words));
+        })
+    }
+
+    /// Chooses, builds and loads the kernels of a list.
+    fn choose(&mut self, work: &WorkList, context: &Context, device: Device) -> Result<()> {
+        // A captured run goes over lists to come, which may have items of either kind.
+        let two = matches!(work.stored, Stored::Heads | Stored::Latents);
+        let few = work.few > 0 || work.fixed && two;
+        let many = work.items.len() > work.few || work.fixed;
+        let merged = !work.merges.is_empty() || work.fixed;
+        let choice = |wanted: bool, walk: Walk| {
+            if !wanted {
+                return Ok(None);
+            }
+            match special(work, walk, &self.mods.kinds, context)
+                .or_else(|| plain::choose(work, &self.mods.kinds, context))
+            {
+                Some(choice) => Ok(Some(choice)),
+                None => {
+                    let geometry = &work.geometry;
+                    let why = format!(
+                        "no kernel takes keys of width {} with values of width {}",
+                        geometry.head_dim_qk, geometry.head_dim_vo
+                    );
+                    Err(Error::Unsupported { operation: "attention", device, why })
+                }
+            }
+        };
+        let few = choice(few, Walk::Few)?;
+        let many = choice(many, Walk::Many)?;
+        let merged = merged.then(|| merge::choose(work));
+        let keys = [&few, &many, &merged].map(|choice| choice.as_ref().map(|choice| choice.key.clone()));
+        let same =
+            |ready: &Option<Ready>, key: &Option<Key>| ready.as_ref().map(|ready| &ready.key) == key.as_ref();
+        if !(same(&self.few, &keys[0]) && same(&self.many, &keys[1]) && same(&self.merge, &keys[2])) {
+            let keys: Vec<Key> = keys.into_iter().flatten().collect();
+            jit::prepare(device, &keys)?;
+            let ready = |choice: &Option<Choice>| {
+                choice.as_ref().map(|choice| Ready::of(choice, device, context)).transpose()
+            };
+            (self.few, self.many, self.merge) = (ready(&few)?, ready(&many)?, ready(&merged)?);
+        }
+        // A captured run has as many blocks as the device holds; another no more than it has work for.
+        let pieces = merge::pieces(work);
+        let work_of = [work.few, work.items.len() - work.few, work.merges.len() * pieces as usize];
+        let readies = [&mut self.few, &mut self.many, &mut self.merge];
+        for ((ready, work_of), walk) in
+            readies.into_iter().zip(work_of).zip([Walk::Few as u32, Walk::Many as u32, pieces])
+        {
+            if let Some(ready) = ready {
+                let blocks = (ready.most_blocks as usize).min(if work.fixed { usize::MAX } else { work_of });
+                (ready.blocks, ready.walk) = (blocks as u32, walk);
+            }
+        }
+        // One kernel for both kinds goes over all at once.
+        if let (Some(few), Some(many)) = (&mut self.few, &mut self.many) {
+            if few.key == many.key {
+                let blocks = (few.blocks as usize + many.blocks as usize).min(few.most_blocks as usize);
+                (few.blocks, few.walk, many.blocks) = (blocks as u32, Walk::All as u32, 0);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The kernel made for a list's kind and shapes, if there is one.
+fn special(_work: &WorkList, _walk: Walk, _mods: &mods::Kinds, _context: &Context) -> Option<Choice> {
+    None
+}
+
+/// Per-head numbers of a call on a device: `[H]` f32 each.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Numbers<'a> {
+    pub(crate) sinks: Option<TensorRef<'a>>,
+    pub(crate) slopes: Option<TensorRef<'a>>,
+}
+
+/// Runs one layer over a staged list. The call was checked as for the CPU, but for the device of its tensors, which is the
+/// stream's; `workspace` starts on 64 bytes and holds the list's partial states.
+///
+/// # Errors
+/// A list that is not staged on the stream's device, or with other mods; what a launch is refused with.
+pub(crate) fn attend(
+    stream: &Stream,
+    call: &Call<'_>,
+    numbers: Numbers<'_>,
+    workspace: &mut TensorMut<'_>,
+) -> Result<()> {
+    let work = call.work;
+    let refuse = |why: &str| {
+        Err(Error::Parameter { name: "work", why: why.into(), got: format!("a run on {}", stream.device()) })
+    };
+    let Some(on) = work.staged.0.as_ref().filter(|on| on.current && on.image.device() == stream.device())
+    else {
+        return refuse("the list is not on this device as it is; stage it after planning");
+    };
+    #[cfg(feature = "flex")]
+    if let Some(of) = &call.extra.mods {
+        if !on.mods.are(of.score, of.mask) {
+            return refuse("the list was staged with other mods; stage it with those of the call");
+        }
+    }
+    let mut params = parameters(call, numbers);
+    params.image = on.image.address() as u64;
+    params.partials = (workspace.as_mut_ptr() as u64).next_multiple_of(64);
+    for ready in [&on.few, &on.many, &on.merge].into_iter().flatten() {
+        ready.launch(stream, &params)?;
+    }
+    Ok(())
+}
+
+fn parameters(call: &Call<'_>, numbers: Numbers<'_>) -> Attend {
+    let (work, geometry, variant) = (call.work, &call.geometry, &call.variant);
+    let blocks = &work.blocks;
+    let mut aligned = [call.q, call.k, call.v].iter().all(View::aligned);
+    if let Some(q_pe) = &call.q_pe {
+        aligned &= q_pe.numel() == 0 || View::aligned(q_pe);
+    }
+    let mut params = Attend {
+        q: View::of(&call.q),
+        q_pe: call.q_pe.as_ref().map(View::of).unwrap_or_default(),
+        k: View::of(&call.k),
+        v: View::of(&call.v),
+        o: Place::of(&call.o),
+        lse: call.lse.as_ref().map(Place::of).unwrap_or_default(),
+        max_scores: call.extra.max_scores.as_ref().map(Place::of).unwrap_or_default(),
+        sinks: numbers.sinks.map_or(0, |sinks| sinks.as_ptr() as u64),
+        slopes: numbers.slopes.map_or(0, |slopes| slopes.as_ptr() as u64),
+        window_left: variant.window_left.map_or(-1, |left| left.min(u32::MAX as usize) as i64),
+        h: geometry.num_qo_heads as u32,
+        g: geometry.num_kv_heads as u32,
+        d: geometry.head_dim_qk as u32,
+        dv: geometry.head_dim_vo as u32,
+        s: geometry.page_size as u32,
+        q_len: blocks.q_len as u32,
+        kv_len: blocks.kv_len as u32,
+        heads: blocks.num_qo_heads as u32,
+        kv_heads: blocks.num_kv_heads as u32,
+        scale: variant.sm_scale,
+        soft_cap: variant.logits_soft_cap.unwrap_or(0.0),
+        flags: if variant.causal { CAUSAL } else { 0 },
+        ..Attend::default()
+    };
+    if work.stored == Stored::Blocks && blocks.per_head {
+        params.flags |= PER_HEAD;
+    }
+    #[cfg(feature = "dense")]
+    if let Some([k, v]) = &call.extra.prefix {
+        (params.k_prefix, params.v_prefix) = (View::of(k), View::of(v));
+        aligned &= View::aligned(k) && View::aligned(v);
+        if work.segments.paged {
+            params.flags |= PREFIX_PAGES;
+        }
+    }
+    #[cfg(feature = "flex")]
+    if let Some(mods) = &call.extra.mods {
+        params.q_offset = mods.q_offset;
+    }
+    if aligned {
+        params.flags |= ALIGNED;
+    }
+    params
+}

@@ -1,0 +1,39 @@
+//! Work lists executed by thread blocks: the list's image, the kernels that walk it, and the moves around them.
+//!
+//! What `cpu::paged` does with threads happens here with three launches at most: the items of few query vectors, those of
+//! tiles, and the merges. A list is *staged* when it is planned: its kernels are compiled and its records are on their way to
+//! the device. A run then only fills in addresses and launches: it neither allocates nor copies nor waits, so that it can be
+//! captured; and since kernels find the list by its address, a captured run goes over whatever list was staged there last.
+//!
+//! | room | what is in it |
+//! | --- | --- |
+//! | `image` | a list as bytes |
+//! | `params` | what kernels are given, as `cu/list.cuh` has it |
+//! | `list` | a list on a device: staging, choosing kernels, launching them |
+//! | `plain` | the kernel of f32 and of odd shapes |
+//! | `merge` | joining what items left |
+//! | `mods` | mods over blocks: which, and their numbers |
+
+mod image;
+mod list;
+mod merge;
+mod mods;
+mod params;
+mod plain;
+
+pub(crate) use list::stage;
+#[cfg(feature = "flex")]
+pub(crate) use list::stage_blocks;
+pub(crate) use list::{Numbers, StagedList, attend};
+
+use super::jit::Key;
+
+/// A kernel for some of a list's items.
+pub(crate) struct Choice {
+    /// What to compile.
+    pub(crate) key: Key,
+    /// Threads a block.
+    pub(crate) threads: u32,
+    /// Bytes of dynamic shared memory a block.
+    pub(crate) shared: u32,
+}
