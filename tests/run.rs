@@ -15,6 +15,9 @@ mod output;
 mod pages;
 #[path = "run/program.rs"]
 mod program;
+#[cfg(feature = "flex")]
+#[path = "run/ring.rs"]
+mod ring;
 #[cfg(unix)]
 #[path = "run/signals.rs"]
 mod signals;

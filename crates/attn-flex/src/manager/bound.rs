@@ -8,18 +8,24 @@ use crate::{BlockMask, Geometry, KernelOptions, KvBlocks, MaskRule, MaskShape, P
 
 /// Bytes of one workspace (there is one for each plan label and slot) that steps up to `largest` need with `workers`
 /// threads, 0 standing for the rayon pool of the caller; 0 for a cache of latents, which this backend refuses. Rows that pad
-/// steps to a bucket are among those of `largest`, whose `kv_len` is what a row sees at most.
+/// steps to a bucket are among those of `largest`, whose `kv_len` is what a row sees at most. `head_dim_vo` is
+/// the ring's width of a value.
 ///
 /// # Errors
 /// A geometry that no kernel takes.
-pub fn workspace_bound(geometry: &AttnGeometry, largest: StepShape, workers: usize) -> Result<usize> {
+pub fn workspace_bound(
+    geometry: &AttnGeometry,
+    head_dim_vo: usize,
+    largest: StepShape,
+    workers: usize,
+) -> Result<usize> {
     let KvLayout::Nhd { num_kv_heads, head_dim } = geometry.layout else { return Ok(0) };
     let geometry = Geometry {
         batch: 1,
         num_qo_heads: geometry.num_qo_heads,
         num_kv_heads,
         head_dim_qk: head_dim,
-        head_dim_vo: head_dim,
+        head_dim_vo,
         q_dtype: geometry.dtype,
         kv_dtype: geometry.kv_dtype,
     };
@@ -89,7 +95,7 @@ mod tests {
         for frame in [128, 384, 512] {
             // Some rows of more than a leaf's keys.
             let largest = StepShape { rows: 9, tokens: 9 * frame, kv_len: 40 * RING_BLOCK };
-            let bound = workspace_bound(&attn, largest, 2).unwrap();
+            let bound = workspace_bound(&attn, 32, largest, 2).unwrap();
             for rows in 1..=9 {
                 for hidden in 0..=9 - rows {
                     for blocks in 1..=40 {

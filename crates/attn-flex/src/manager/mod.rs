@@ -89,8 +89,10 @@ impl FlexAttention {
         };
         let rows = cx.largest.map_or(0, |largest| largest.rows);
         let foreseen = match cx.largest {
-            Some(largest) => workspace_bound(&cx.geometry, largest, options.kernel_options.workers)
-                .map_err(|error| Error::backend(cx.name.as_str(), error))?,
+            Some(largest) => {
+                workspace_bound(&cx.geometry, config.head_dim_vo, largest, options.kernel_options.workers)
+                    .map_err(|error| Error::backend(cx.name.as_str(), error))?
+            }
             None => 0,
         };
         let shelf = Shelf::new(recipe, rows, foreseen);

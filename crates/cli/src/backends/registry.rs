@@ -33,13 +33,14 @@ pub(crate) fn registry() -> Backends {
 }
 
 /// Bytes of one workspace that `backend` makes, for each plan label and slot, when it is built for steps of up to
-/// `largest`.
+/// `largest`. `head_dim_vo` is the width of a value where that is not the geometry's own.
 ///
 /// # Errors
 /// A geometry that it does not serve.
 pub(crate) fn workspace_bytes(
     backend: &str,
     geometry: &AttnGeometry,
+    head_dim_vo: Option<usize>,
     largest: StepShape,
 ) -> anyhow::Result<usize> {
     match backend {
@@ -50,9 +51,10 @@ pub(crate) fn workspace_bytes(
         #[cfg(feature = "dense")]
         "dense" => Ok(mstar_attn_dense::workspace_bound(geometry, largest, 0)?),
         #[cfg(feature = "flex")]
-        "flex" => Ok(mstar_attn_flex::workspace_bound(geometry, largest, 0)?),
+        // Latents have no values of their own, and nothing here serves them.
+        "flex" => Ok(mstar_attn_flex::workspace_bound(geometry, head_dim_vo.unwrap_or(1), largest, 0)?),
         _ => {
-            let _ = (geometry, largest);
+            let _ = (geometry, head_dim_vo, largest);
             Ok(0)
         }
     }

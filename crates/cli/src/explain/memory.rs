@@ -56,13 +56,15 @@ impl Estimate {
         }
         for (name, ring) in spec.rings() {
             worlds(&mut lines, name.as_str(), &ring.config);
+            snapshots(&mut lines, spec, name.as_str(), &ring.config, requests.len());
         }
         if let (Some(largest), Some(widths)) = (largest_step(spec, requests), Widths::of(spec, requests)) {
             forward(&mut lines, &widths);
             for served in served {
                 let largest = of_frames(spec, largest);
-                let each = workspace_bytes(served.backend, &served.geometry, largest)?
-                    .saturating_add(served.options.beside_workspaces(&served.geometry, largest));
+                let each =
+                    workspace_bytes(served.backend, &served.geometry, spec.model.value_width(), largest)?
+                        .saturating_add(served.options.beside_workspaces(&served.geometry, largest));
                 workspaces(&mut lines, spec, format!("{}: workspaces", served.name), each, true, largest);
             }
             for served in sparse {
@@ -145,6 +147,23 @@ fn worlds(lines: &mut Vec<Line>, name: &str, ring: &RingConfig) {
             at_most: false,
         });
     }
+}
+
+/// Worlds on the host, of every request that is active at once, where the workload saves them.
+fn snapshots(lines: &mut Vec<Line>, spec: &Spec, name: &str, ring: &RingConfig, requests: usize) {
+    let Some(workload) = spec.workload.as_ref() else { return };
+    if spec.synthetic().is_none_or(|synthetic| synthetic.snapshot.is_none()) {
+        return;
+    }
+    let saved = workload.max_batch.min(ring.num_worlds).min(requests.max(1));
+    let each = ring.world_bytes().expect("bounded by the spec's reader");
+    lines.push(Line {
+        what: format!("{name}: worlds saved"),
+        how: format!("{saved} x {each} B on the host"),
+        bytes: saved as u128 * each as u128,
+        key: format!("resources.{name}.num_worlds"),
+        at_most: true,
+    });
 }
 
 /// Queries, cache entries and outputs of one forward, which every layer uses again.

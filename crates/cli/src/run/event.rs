@@ -84,6 +84,26 @@ pub(crate) enum Event {
         #[serde(serialize_with = "text")]
         request: RequestId,
     },
+    /// A request's world was copied to the host.
+    Save {
+        /// When.
+        step: u64,
+        /// Who.
+        #[serde(serialize_with = "text")]
+        request: RequestId,
+        /// Frames that it had kept.
+        frames: usize,
+    },
+    /// A request's world became what had been saved.
+    Restore {
+        /// When.
+        step: u64,
+        /// Who.
+        #[serde(serialize_with = "text")]
+        request: RequestId,
+        /// Frames that it has kept from then on.
+        frames: usize,
+    },
     /// A request was refused.
     Refuse {
         /// When.
@@ -124,6 +144,8 @@ impl Event {
         | Event::Offload { step, .. }
         | Event::Reload { step, .. }
         | Event::Restart { step, .. }
+        | Event::Save { step, .. }
+        | Event::Restore { step, .. }
         | Event::Refuse { step, .. }
         | Event::Finish { step, .. }) = &mut self;
         *step = now;

@@ -7,6 +7,7 @@
 //! | [`scheduler`], [`need`], [`event`] | continuous batching over a virtual clock; what one request needs to its end; what happened |
 //! | [`model`], [`warm`], [`declare`], [`runtime`] | the engine of a spec; its buckets tried; steps for it; the scheduler's hands |
 //! | [`cache`], [`room`] | the requests' pages or ring; an attention resource, alone or under an indexer |
+//! | [`saved`] | worlds of a ring that are saved and come back |
 //! | [`entries`], [`buffers`], [`forward`] | synthetic queries and cache entries; one forward, layer after layer |
 //! | [`verify`], [`digest`], [`replay`] | rows against the oracle; outputs as a hash; hits against the log |
 //! | [`phases`], [`memory`], [`limit`], [`report`], [`files`], [`paths`], [`plot`] | costs, and how they are told |
@@ -33,6 +34,7 @@ mod replay;
 mod report;
 mod room;
 mod runtime;
+mod saved;
 mod scheduler;
 mod script;
 mod verify;
@@ -106,7 +108,8 @@ fn run(args: &Arguments) -> anyhow::Result<Exit> {
     let printed = if args.quiet { Ok(()) } else { print(&report.table()) };
     let finished = files.finish(&report);
     if !report.passed() {
-        let known = report.verify.first_failure.as_deref();
+        let replay = report.ring.as_ref().and_then(|ring| ring.first_difference.as_deref());
+        let known = report.verify.first_failure.as_deref().or(replay);
         say(format_args!("a check failed: {}", known.unwrap_or("the prefix index disagrees with its log")));
     }
     finished?;

@@ -91,7 +91,11 @@ pub(crate) fn replay(plans: &[RequestPlan], events: &[Event], page_size: usize) 
                 contents.remove(request.as_str());
                 filled.retain(|(id, _), _| *id != request.as_str());
             }
-            Event::Offload { .. } | Event::Reload { .. } | Event::Refuse { .. } => {}
+            Event::Offload { .. }
+            | Event::Reload { .. }
+            | Event::Refuse { .. }
+            | Event::Save { .. }
+            | Event::Restore { .. } => {}
         }
     }
     replayed

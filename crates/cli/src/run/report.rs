@@ -168,6 +168,13 @@ pub(crate) struct Ring {
     pub(crate) most_frames: u64,
     /// How often that request overwrote every frame of the layers whose frames stay longest.
     pub(crate) wraps: u64,
+    /// Worlds copied to the host.
+    pub(crate) saved: u64,
+    /// Frames that came again after a world was restored, and were compared with what they had been.
+    pub(crate) replayed: u64,
+    /// Requests whose frames differed then.
+    pub(crate) differ: u64,
+    pub(crate) first_difference: Option<String>,
 }
 
 /// What `--verify` found.
@@ -210,7 +217,9 @@ pub(crate) struct Refused {
 impl Report {
     /// Whether every check passed.
     pub(crate) fn passed(&self) -> bool {
-        self.verify.failed == 0 && self.prefix_model.as_ref().is_none_or(|model| model.mismatches.is_empty())
+        self.verify.failed == 0
+            && self.prefix_model.as_ref().is_none_or(|model| model.mismatches.is_empty())
+            && self.ring.as_ref().is_none_or(|ring| ring.differ == 0)
     }
 
     /// The table, in 80 columns.
@@ -252,6 +261,9 @@ impl Report {
         }
         if let Some(failure) = &self.verify.first_failure {
             out.push_str(&wrap("FAILED     ", failure));
+        }
+        if let Some(difference) = self.ring.as_ref().and_then(|ring| ring.first_difference.as_ref()) {
+            out.push_str(&wrap("FAILED     ", difference));
         }
         if let Some(first) = self.prefix_model.as_ref().and_then(|model| model.mismatches.first()) {
             let text = format!(
@@ -349,7 +361,7 @@ impl Report {
                 ),
             ));
         }
-        if let Some(Ring { worlds, tokens_per_frame, frames, most_frames, wraps }) = &self.ring {
+        if let Some(Ring { worlds, tokens_per_frame, frames, most_frames, wraps, .. }) = &self.ring {
             lines.push((
                 "worlds",
                 format!(
@@ -358,6 +370,17 @@ impl Report {
                     number(*worlds),
                     count(*frames),
                     count(*most_frames)
+                ),
+            ));
+        }
+        if let Some(Ring { saved, replayed, differ, .. }) = self.ring.as_ref().filter(|ring| ring.saved > 0) {
+            lines.push((
+                "snapshots",
+                format!(
+                    "{} worlds saved; {} frames came again after a restore, {} requests differ",
+                    count(*saved),
+                    count(*replayed),
+                    count(*differ)
                 ),
             ));
         }
@@ -534,6 +557,10 @@ pub(super) mod tests {
                 frames: 123_456,
                 most_frames: 99_999,
                 wraps: 99_999,
+                saved: 1000,
+                replayed: 20_000,
+                differ: 0,
+                first_difference: None,
             }),
             verify: Verify {
                 rate: 0.05,

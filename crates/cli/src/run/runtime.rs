@@ -21,8 +21,9 @@ use super::model::Model;
 use super::need::Need;
 use super::phases::Phases;
 use super::report;
+use super::saved::SavedWorlds;
 use super::scheduler::{Runtime, Work};
-use super::script::{CONTEXT, Content};
+use super::script::{CONTEXT, Content, Progress};
 use super::workload::RequestPlan;
 
 /// Steps between two looks at resident memory.
@@ -83,6 +84,7 @@ pub(crate) struct Live<'a> {
     pairs: SparseWork,
     /// Frames that were kept, and the most of one request.
     frames: [u64; 2],
+    saved: SavedWorlds,
     memory: Memory,
 }
 
@@ -118,6 +120,7 @@ impl<'a> Live<'a> {
             kernels: std::collections::BTreeMap::new(),
             pairs: SparseWork::default(),
             frames: [0; 2],
+            saved: SavedWorlds::default(),
             memory,
         }
     }
@@ -155,7 +158,7 @@ impl<'a> Live<'a> {
     /// What became of a ring's worlds, where the model has one.
     pub(crate) fn worlds(&self) -> Option<report::Ring> {
         let config = self.model.kv.ring()?.config();
-        let [frames, most_frames] = self.frames;
+        let ([frames, most_frames], counts) = (self.frames, self.saved.counts());
         let around = config.layers.iter().map(|layer| layer.ring_buckets * layer.pinned_dilation);
         let around = around.max().unwrap_or(1) as u64;
         Some(report::Ring {
@@ -164,6 +167,10 @@ impl<'a> Live<'a> {
             frames,
             most_frames,
             wraps: (most_frames / around).saturating_sub(1),
+            saved: counts.saved,
+            replayed: counts.replayed,
+            differ: counts.differ,
+            first_difference: counts.first.clone(),
         })
     }
 
@@ -396,11 +403,24 @@ impl Runtime for Live<'_> {
     fn remove(&mut self, request: usize, finished: bool) -> anyhow::Result<()> {
         self.model.engine.remove(self.id(request))?;
         self.contents.remove(&request);
+        self.saved.remove(request);
         let digest = self.digests.remove(&request).unwrap_or(0);
         if finished {
             self.digest.add(self.id(request).as_str(), digest);
         }
         Ok(())
+    }
+
+    fn saves(&self, request: usize, progress: &Progress) -> bool {
+        self.saved.due(request, &self.plans[request], progress)
+    }
+
+    fn rewind(&mut self, request: usize, progress: &Progress) -> anyhow::Result<Option<Progress>> {
+        let Some(ring) = self.model.kv.ring() else { return Ok(None) };
+        let digest = self.digests.entry(request).or_default();
+        let back = self.saved.settle(request, &self.plans[request], ring, progress, digest)?;
+        self.memory.look();
+        Ok(back)
     }
 
     fn page_size(&self) -> usize {
@@ -417,7 +437,7 @@ impl Runtime for Live<'_> {
             KvEvent::Evicted { entry } => Some(Event::Evict { step: 0, entry }),
             _ => None,
         });
-        kept.collect()
+        kept.chain(self.saved.drain()).collect()
     }
 }
 

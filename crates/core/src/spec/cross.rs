@@ -136,6 +136,13 @@ fn check_workload(spec: &Spec, workload: &WorkloadSpec, node: &Node, faults: &Fa
     if spec.attentions().next().is_none() && !sparse {
         faults.push(node.error("nothing to run: resources has no attention"));
     }
+    if let WorkloadKind::Synthetic(synthetic) = &workload.kind
+        && synthetic.snapshot.is_some()
+        && spec.rings().next().is_none()
+    {
+        let at = node.get("snapshot").unwrap_or(node);
+        faults.push(at.error("has no effect without a resource of kind ring; remove it"));
+    }
     match &workload.kind {
         WorkloadKind::Synthetic(synthetic) => match (&synthetic.context_len, crosses.first()) {
             (None, Some(cross)) => {

@@ -134,6 +134,7 @@ pub static SYNTHETIC: Section = Section {
         "denoise",
         "tree",
         "context_len",
+        "snapshot",
     ],
 };
 
@@ -174,6 +175,9 @@ pub static SHARED_PREFIXES: Section = Section { name: "shared_prefixes", keys: &
 
 /// `forks`.
 pub static FORKS: Section = Section { name: "forks", keys: &["labels", "combined"] };
+
+/// `workload.snapshot`.
+pub static SNAPSHOT: Section = Section { name: "snapshot", keys: &["after", "frames"] };
 
 /// `denoise`.
 pub static DENOISE: Section = Section { name: "denoise", keys: &["steps", "tokens"] };

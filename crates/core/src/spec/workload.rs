@@ -57,6 +57,8 @@ pub struct SyntheticSpec {
     pub tree: Option<Tree>,
     /// `context_len`: tokens of the encoder's context that each request attends through cross-attention.
     pub context_len: Option<Lengths>,
+    /// `snapshot`: worlds of a ring are saved and come back.
+    pub snapshot: Option<Snapshot>,
 }
 
 /// When requests come.
@@ -145,6 +147,16 @@ pub struct Denoise {
     pub steps: usize,
     /// Tokens of a block; `output_len` counts blocks.
     pub tokens: usize,
+}
+
+/// Each request's world is copied to the host once it has committed `after` frames, and put back once it has committed
+/// `frames` more: those come again, to the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Frames committed when the world is saved.
+    pub after: usize,
+    /// Frames committed from then on when it is put back.
+    pub frames: usize,
 }
 
 /// Speculative decoding: every step verifies a tree of drafted tokens under a custom mask with `commit: false`, and then
@@ -261,6 +273,11 @@ fn read_synthetic(f: &mut Fields<'_>, faults: &Faults) -> Option<SyntheticSpec> 
         tree
     });
     let context_len = f.value("context_len").and_then(|node| read_lengths(node, faults));
+    let snapshot = f.section("snapshot", &keys::SNAPSHOT).and_then(|mut f| {
+        let (after, frames) = (f.count("after", 1..=MAX_LEN), f.count("frames", 1..=MAX_LEN));
+        f.finish("here");
+        Some(Snapshot { after: after?, frames: frames? })
+    });
     if tree.is_some() {
         if denoise.is_some() {
             f.fault_at("denoise", "cannot be joined with tree; a block is denoised, a tree is verified");
@@ -279,6 +296,7 @@ fn read_synthetic(f: &mut Fields<'_>, faults: &Faults) -> Option<SyntheticSpec> 
         denoise,
         tree,
         context_len,
+        snapshot,
     })
 }
 

@@ -77,6 +77,18 @@ pub(crate) trait Runtime {
     /// Forgets a request. `finished` says that it ran to its end.
     fn remove(&mut self, request: usize, finished: bool) -> anyhow::Result<()>;
 
+    /// Whether a request that is at `progress` is to be saved by [`Runtime::rewind`], which no step may hold then.
+    fn saves(&self, request: usize, progress: &Progress) -> bool {
+        let _ = (request, progress);
+        false
+    }
+
+    /// Saves a request that has come to `progress`, or brings back what was saved of it: how far it is then.
+    fn rewind(&mut self, request: usize, progress: &Progress) -> anyhow::Result<Option<Progress>> {
+        let _ = (request, progress);
+        Ok(None)
+    }
+
     /// Pages that a resident request would free by leaving.
     fn held_pages(&self, request: usize) -> usize;
 
@@ -532,6 +544,7 @@ impl<'a> Scheduler<'a> {
         self.active = self.advanced(step);
         self.counts.steps += 1;
         self.now_ms += self.limits.step_ms;
+        self.rewind(machine, step)?;
         let done: Vec<usize> = self
             .active
             .iter()
@@ -545,6 +558,24 @@ impl<'a> Scheduler<'a> {
             self.counts.finished += 1;
             let request = self.plans[request].id.clone();
             self.events.push(Event::Finish { step: self.counts.steps - 1, request });
+        }
+        Ok(())
+    }
+
+    /// Saves the requests of a committed step that are to be saved, and rewinds those that go back to it.
+    fn rewind(&mut self, machine: &mut impl Runtime, step: &[Work]) -> anyhow::Result<()> {
+        for work in step.iter().filter(|work| work.turn.walk.commits()) {
+            let Some(at) = self.active.iter().position(|active| active.request == work.request) else {
+                continue;
+            };
+            let progress = self.active[at].progress;
+            if machine.saves(work.request, &progress) {
+                self.give_up_ahead(machine)?;
+            }
+            if let Some(back) = machine.rewind(work.request, &progress)? {
+                self.active[at].progress = back;
+            }
+            self.drain(machine);
         }
         Ok(())
     }

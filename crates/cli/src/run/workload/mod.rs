@@ -17,7 +17,7 @@ pub(crate) mod trace;
 use std::path::Path;
 
 use anyhow::Context;
-use mstar_core::spec::workload::{WorkloadKind, WorkloadSpec};
+use mstar_core::spec::workload::{Snapshot, WorkloadKind, WorkloadSpec};
 use mstar_core::{Label, RequestId};
 
 use super::content::Run;
@@ -67,6 +67,8 @@ pub(crate) struct RequestPlan {
     pub(crate) context_len: usize,
     /// Tokens of a frame, over a ring: prompts are cut there, whatever `chunked_prefill` says.
     pub(crate) frame: Option<usize>,
+    /// When its world is saved, and when that comes back.
+    pub(crate) snapshot: Option<Snapshot>,
 }
 
 impl RequestPlan {
@@ -83,6 +85,7 @@ impl RequestPlan {
             combined: false,
             context_len: 0,
             frame: None,
+            snapshot: None,
         }
     }
 

@@ -51,6 +51,7 @@ pub(crate) fn requests(spec: &SyntheticSpec, seed: u64) -> Vec<RequestPlan> {
             (None, Some(tree)) => Generation::Tree { branching: tree.branching.clone() },
             (None, None) => Generation::Decode,
         };
+        plan.snapshot = spec.snapshot;
         plan.context_len = spec.context_len.as_ref().map_or(0, |lengths| length(lengths, Draw::Context));
         plan
     });
@@ -95,6 +96,7 @@ mod tests {
             denoise: None,
             tree: None,
             context_len: None,
+            snapshot: None,
         }
     }
 
