@@ -12,7 +12,7 @@ use mstar_core::resource::{Ingest, StepContext};
 use mstar_core::spec::{Fallback, Schedule};
 use mstar_core::step::{Declaration, RingSegment, RingStep};
 use mstar_core::{Label, Outcome, PlanId, RequestId, Resource, Slot, Step, StepSerial};
-use mstar_kernels::{Buffer, Device, Stream};
+use mstar_kernels::{Buffer, Stream};
 
 /// Tokens of a frame.
 const F: usize = 512;
@@ -33,7 +33,7 @@ fn stage(c: &mut Criterion) {
         &BuildContext {
             name: "attn".into(),
             geometry: AttnGeometry::over(&kv, 1, DType::F32, Softmax::scaled(1.0)),
-            device: Device::Cpu,
+            stream: Stream::cpu(),
             kv_cache: None,
             ring: Some(ring.clone()),
             query_from: None,

@@ -14,7 +14,7 @@ use mstar_core::{
 };
 use mstar_kernels::reference::paged::{Cache, Options, Paged, paged};
 use mstar_kernels::synth::{Kind, ROOT, chain, fill};
-use mstar_kernels::{DType, Device, Stream, TensorMut, TensorRef};
+use mstar_kernels::{DType, Stream, TensorMut, TensorRef};
 
 use crate::{PagedAttention, PagedOptions};
 
@@ -67,7 +67,7 @@ pub(crate) fn context(name: &str, kv: &Arc<PagedKvCache>, softmax: &Softmax) -> 
     BuildContext {
         name: name.into(),
         geometry: AttnGeometry::over(kv.config(), H, DType::F32, softmax.clone()),
-        device: Device::Cpu,
+        stream: Stream::cpu(),
         kv_cache: Some(Arc::clone(kv) as Arc<dyn PagedKv>),
         ring: None,
         query_from: None,

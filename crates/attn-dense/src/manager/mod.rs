@@ -64,7 +64,8 @@ impl DenseAttention {
     /// # Errors
     /// No cache, or one of latents; a softmax with sinks or ALiBi; a device without kernels.
     pub fn new(cx: &BuildContext, options: DenseOptions) -> Result<DenseAttention> {
-        let kv = cx.host_pages("dense attention")?;
+        cx.host_only("dense attention")?;
+        let kv = cx.paged_cache()?;
         let planner = DensePlanner::new(cx, options.prefix)?;
         let foreseen = cx.largest.map_or(0, bound::prefix_tokens);
         let prefixes = Prefixes::new(cx.name.clone(), planner.geometry, cx.geometry.num_layers, foreseen);

@@ -60,7 +60,7 @@ impl DensePlanner {
                 .map_err(|error| Error::backend(cx.name.as_str(), error))?,
             None => 0,
         };
-        Ok(Plans::new(cx.name.clone(), self, cx.largest, foreseen))
+        Ok(Plans::new(cx.stream, cx.name.clone(), self, cx.largest, foreseen))
     }
 
     fn variant(&self, causal: bool) -> Variant {
@@ -133,6 +133,10 @@ impl Planner for DensePlanner {
         let options = PlanOptions { capacity, ..self.options };
         let split = Split::of(rows)?;
         plan.replan(&self.geometry, &self.variant(rows.causal), &self.table(rows, &split), &options)
+    }
+
+    fn stage(&self, _: &mut Self::Plan, _: &mstar_kernels::Stream) -> crate::Result<()> {
+        Ok(()) // on the CPU alone so far
     }
 
     fn workspace_bytes(&self, plan: &DensePlan) -> usize {

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use mstar_attn_dense::{DType, DenseAttention, DenseOptions, Device, Stream, TensorMut, TensorRef};
+use mstar_attn_dense::{DType, DenseAttention, DenseOptions, Stream, TensorMut, TensorRef};
 use mstar_core::attend::{AttnGeometry, BuildContext, Softmax, StepShape};
 use mstar_core::graph::Bucket;
 use mstar_core::kv::{KvConfig, KvEntries, KvLayout, KvPlan, LayerView, PagedKv, PagedKvCache};
@@ -68,7 +68,7 @@ pub(crate) fn build_context(kv: &Arc<PagedKvCache>, largest: Option<StepShape>) 
     BuildContext {
         name: "attn".into(),
         geometry: AttnGeometry::over(kv.config(), H, DType::F32, Softmax::scaled(SCALE)),
-        device: Device::Cpu,
+        stream: Stream::cpu(),
         kv_cache: Some(Arc::clone(kv) as Arc<dyn PagedKv>),
         ring: None,
         query_from: None,

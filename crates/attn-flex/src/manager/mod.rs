@@ -54,10 +54,10 @@ impl FlexAttention {
     /// No ring; query heads that its key heads do not divide; a softmax whose soft cap, slopes or window the options do
     /// not name, or that has sinks; options that name what the model does not have; a device without kernels.
     pub fn new(cx: &BuildContext, options: FlexOptions) -> Result<FlexAttention> {
-        if cx.device != Device::Cpu {
+        if cx.device() != Device::Cpu {
             let why = "this build attends rings on the CPU only; say device: cpu".into();
             let operation = "block-mask attention";
-            let error = mstar_kernels::Error::Unsupported { operation, device: cx.device, why };
+            let error = mstar_kernels::Error::Unsupported { operation, device: cx.device(), why };
             return Err(Error::backend(cx.name.as_str(), error));
         }
         let Some(ring) = &cx.ring else {

@@ -78,7 +78,7 @@ impl Shelf {
     pub(super) fn new(recipe: Recipe, rows: usize, foreseen: usize) -> Shelf {
         Shelf {
             recipe,
-            workspaces: WorkspacePool::with_bound(foreseen),
+            workspaces: WorkspacePool::on(mstar_kernels::Device::Cpu, foreseen),
             places: Mutex::default(),
             most_rows: Mutex::new(rows),
         }
@@ -148,8 +148,8 @@ impl Shelf {
         Ok(Staged {
             groups: groups.geometries.iter().map(|&geometry| (mask(geometry), None)).collect(),
             workspace: self.said(self.workspaces.reserve(key, 0))?,
-            qo_indptr: IndexBuf::with_capacity(rows + 1)?,
-            kv_len: IndexBuf::with_capacity(rows)?,
+            qo_indptr: IndexBuf::with_capacity(&mstar_kernels::Stream::cpu(), rows + 1)?,
+            kv_len: IndexBuf::with_capacity(&mstar_kernels::Stream::cpu(), rows)?,
             last_tokens: Vec::with_capacity(rows),
             work: Work::default(),
         })

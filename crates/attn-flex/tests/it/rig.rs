@@ -9,7 +9,6 @@ use mstar_core::resource::Ingest;
 use mstar_core::spec::{Fallback, Schedule};
 use mstar_core::step::{Declaration, RingSegment, RingStep};
 use mstar_core::{AttnOut, Engine, Label, PlanId, PlannedStep, Query, RequestId, Resource, Step, attend};
-use mstar_kernels::Device;
 
 /// Tokens of a frame: two blocks.
 pub(crate) const F: usize = 256;
@@ -59,7 +58,7 @@ pub(crate) fn context(ring: Option<Arc<dyn RingKv>>, softmax: Softmax) -> BuildC
     BuildContext {
         name: "attn".into(),
         geometry: AttnGeometry::over(&kv, H, DType::F32, softmax),
-        device: Device::Cpu,
+        stream: Stream::cpu(),
         kv_cache: None,
         ring,
         query_from: None,

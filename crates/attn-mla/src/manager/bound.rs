@@ -4,14 +4,19 @@ use mstar_core::attend::{AttnGeometry, StepShape, pages};
 use mstar_core::kv::KvLayout;
 
 use super::planner::page_table;
-use crate::{Geometry, Plan, PlanOptions, Result, Variant};
+use crate::{Device, Geometry, Plan, PlanOptions, Result, Variant};
 
 /// Bytes of one workspace (there is one for each plan label and slot) that steps up to `largest` need with `workers`
 /// threads, 0 standing for the rayon pool of the caller; 0 for a cache of heads, which this backend refuses.
 ///
 /// # Errors
 /// A geometry that no kernel takes.
-pub fn workspace_bound(geometry: &AttnGeometry, largest: StepShape, workers: usize) -> Result<usize> {
+pub fn workspace_bound(
+    geometry: &AttnGeometry,
+    largest: StepShape,
+    workers: usize,
+    device: Device,
+) -> Result<usize> {
     let KvLayout::Mla { kv_lora_rank, qk_rope_head_dim } = geometry.layout else { return Ok(0) };
     let geometry = Geometry {
         num_qo_heads: geometry.num_qo_heads,
@@ -24,16 +29,16 @@ pub fn workspace_bound(geometry: &AttnGeometry, largest: StepShape, workers: usi
     pages::workspace_bound(largest, |rows| {
         let mut most = 0;
         for cascade in [false, true] {
-            most = most.max(bytes(&geometry, rows, workers, cascade)?);
+            let options = PlanOptions { workers, cascade, device, ..PlanOptions::default() };
+            most = most.max(bytes(&geometry, rows, &options)?);
         }
         Ok(most)
     })
 }
 
-fn bytes(geometry: &Geometry, rows: &pages::RowTable<'_>, workers: usize, cascade: bool) -> Result<usize> {
-    let options = PlanOptions { workers, cascade, ..PlanOptions::default() };
+fn bytes(geometry: &Geometry, rows: &pages::RowTable<'_>, options: &PlanOptions) -> Result<usize> {
     let variant = Variant { sm_scale: 1.0, causal: rows.causal };
-    Ok(Plan::new(geometry, &variant, &page_table(rows), &options)?.workspace_bytes())
+    Ok(Plan::new(geometry, &variant, &page_table(rows), options)?.workspace_bytes())
 }
 
 #[cfg(test)]
@@ -44,6 +49,10 @@ mod tests {
     use super::*;
     use crate::DType;
 
+    fn plain(workers: usize) -> PlanOptions {
+        PlanOptions { workers, cascade: false, ..PlanOptions::default() }
+    }
+
     #[test]
     fn f18_no_step_between_the_extremes_outgrows_the_bound() {
         for (heads, c, e) in [(16, 512, 64), (128, 512, 0), (4, 64, 16)] {
@@ -52,7 +61,7 @@ mod tests {
             let attn = AttnGeometry::over(&kv, heads, DType::Bf16, Softmax::scaled(0.1));
             let largest = StepShape { rows: 16, tokens: 528, kv_len: 15_100 };
             for workers in [1, 2, 16] {
-                let bound = workspace_bound(&attn, largest, workers).unwrap();
+                let bound = workspace_bound(&attn, largest, workers, Device::Cpu).unwrap();
                 for kv_len in [1, 1024, 4097, 15_100] {
                     let geometry = Geometry {
                         num_qo_heads: heads,
@@ -71,7 +80,7 @@ mod tests {
                             let rows = pages::Arrays::even(&q_lens, kv_len);
                             for causal in [true, false] {
                                 let needed =
-                                    bytes(&geometry, &rows.table(causal, 1), workers, false).unwrap();
+                                    bytes(&geometry, &rows.table(causal, 1), &plain(workers)).unwrap();
                                 assert!(
                                     needed <= bound,
                                     "{heads} heads, {workers} workers, {q_lens:?} over {kv_len}"
@@ -95,7 +104,7 @@ mod tests {
             kv_dtype: DType::Bf16,
         };
         let rows = pages::Arrays::even(&[1; 512], 64);
-        let needed = bytes(&geometry, &rows.table(true, 1), 2, false).unwrap();
+        let needed = bytes(&geometry, &rows.table(true, 1), &plain(2)).unwrap();
         assert!(needed < 64 << 20, "{needed}");
     }
 }

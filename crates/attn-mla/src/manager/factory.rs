@@ -78,8 +78,8 @@ impl BackendFactory for MlaFactory {
     }
 
     fn supports(&self, device: Device, geometry: &AttnGeometry) -> Result<Rank, Reason> {
-        if device != Device::Cpu {
-            return Err(format!("has no kernels for {device} yet; say device: cpu").into());
+        if device != Device::Cpu && !cfg!(feature = "cuda") {
+            return Err(format!("was built without kernels for {device}; build with the feature cuda").into());
         }
         let KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e } = geometry.layout else {
             return Err("reads latents, not keys and values a head".into());
@@ -152,6 +152,7 @@ mod tests {
             MlaFactory.supports(device, &geometry(layout, softmax.clone())).unwrap_err().0
         };
         let c512 = latents(512, 64);
+        #[cfg(not(feature = "cuda"))]
         assert!(said(Device::Cuda(0), c512, &plain).contains("cuda"));
         let heads = KvLayout::Nhd { num_kv_heads: 2, head_dim: 64 };
         assert!(said(Device::Cpu, heads, &plain).contains("not keys and values"));

@@ -48,7 +48,7 @@ impl MlaAttention {
     /// No cache, or one of keys and values a head; a softmax with a window, soft cap, sinks or ALiBi, which absorbed
     /// latents do not have; a cache that gives pages back; a device without kernels.
     pub fn new(cx: &BuildContext, options: MlaOptions) -> Result<MlaAttention> {
-        let kv = cx.host_pages("latent attention")?;
+        let kv = cx.paged_cache()?;
         let planner = MlaPlanner::new(cx, options.cascade)?;
         if let Some(kept) = kv.config().retention {
             let why = "a query sees every key of its stream, so that the cache must keep them; leave it out";

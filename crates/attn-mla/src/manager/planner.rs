@@ -9,8 +9,8 @@ use mstar_kernels::cpu::Isa;
 
 use super::workspace_bound;
 use crate::{
-    Capacity, Family, Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Planned, Schedule, Variant,
-    mla_supports, run,
+    Capacity, Device, Family, Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Planned, Schedule,
+    Stream, Variant, mla_supports, run,
 };
 
 /// Makes plans of one layer's shapes and arithmetic, which follow from what a resource is built with.
@@ -50,18 +50,18 @@ impl MlaPlanner {
             SpecSchedule::Throughput => Schedule::Throughput,
             _ => Schedule::Invariant,
         };
-        let options = PlanOptions { schedule, cascade, ..PlanOptions::default() };
+        let options = PlanOptions { schedule, cascade, device: cx.device(), ..PlanOptions::default() };
         Ok(MlaPlanner { geometry, sm_scale: softmax.sm_scale, options })
     }
 
     /// No plan yet, with workspaces for the largest step.
     pub(super) fn plans(self, cx: &BuildContext) -> Result<Plans<MlaPlanner>> {
         let foreseen = match cx.largest {
-            Some(largest) => workspace_bound(&cx.geometry, largest, self.options.workers)
+            Some(largest) => workspace_bound(&cx.geometry, largest, self.options.workers, cx.device())
                 .map_err(|error| Error::backend(cx.name.as_str(), error))?,
             None => 0,
         };
-        Ok(Plans::new(cx.name.clone(), self, cx.largest, foreseen))
+        Ok(Plans::new(cx.stream, cx.name.clone(), self, cx.largest, foreseen))
     }
 
     fn variant(&self, causal: bool) -> Variant {
@@ -85,6 +85,10 @@ impl Planner for MlaPlanner {
     ) -> crate::Result<Planned> {
         let options = PlanOptions { capacity, ..self.options };
         plan.replan(&self.geometry, &self.variant(rows.causal), &page_table(rows), &options)
+    }
+
+    fn stage(&self, plan: &mut Plan, stream: &Stream) -> crate::Result<()> {
+        plan.stage(stream)
     }
 
     fn workspace_bytes(&self, plan: &Plan) -> usize {
@@ -119,11 +123,11 @@ impl Planner for MlaPlanner {
         let spread = rows.iter().filter(|row| row.family == Family::LatentTile as u32).count();
         let Geometry { kv_lora_rank: c, qk_rope_head_dim: e, .. } = self.geometry;
         let shape = if mla_supports(c, e) { "" } else { ", any shape" };
-        format!(
-            "cpu mla, {}{shape}: {} rows of few queries, {spread} of many",
-            Isa::current().name(),
-            rows.len() - spread
-        )
+        let runs = match self.options.device {
+            Device::Cpu => format!("cpu mla, {}", Isa::current().name()),
+            device => format!("{device} mla"),
+        };
+        format!("{runs}{shape}: {} rows of few queries, {spread} of many", rows.len() - spread)
     }
 }
 

@@ -38,7 +38,7 @@ impl CrossAttention {
     /// As [`PagedAttention::new`](crate::PagedAttention::new); a window or ALiBi, which count positions that queries and
     /// contexts do not share; queries packed from the very cache that is attended.
     pub fn new(cx: &BuildContext, options: CrossOptions) -> Result<CrossAttention> {
-        let kv = cx.host_pages("cross-attention")?;
+        let kv = cx.paged_cache()?;
         let planner = PagedPlanner::new(cx, options.cascade)?;
         let softmax = &planner.softmax;
         if let Some(window) = softmax.window_left {

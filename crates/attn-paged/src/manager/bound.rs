@@ -4,14 +4,19 @@ use mstar_core::attend::{AttnGeometry, StepShape, pages};
 use mstar_core::kv::KvLayout;
 
 use super::planner::page_table;
-use crate::{Geometry, Plan, PlanOptions, Result, Variant};
+use crate::{Device, Geometry, Plan, PlanOptions, Result, Variant};
 
 /// Bytes of one workspace (there is one for each plan label and slot) that steps up to `largest` need with `workers`
 /// threads, 0 standing for the rayon pool of the caller.
 ///
 /// # Errors
 /// A geometry that no kernel takes.
-pub fn workspace_bound(geometry: &AttnGeometry, largest: StepShape, workers: usize) -> Result<usize> {
+pub fn workspace_bound(
+    geometry: &AttnGeometry,
+    largest: StepShape,
+    workers: usize,
+    device: Device,
+) -> Result<usize> {
     let KvLayout::Nhd { num_kv_heads, head_dim } = geometry.layout else { return Ok(0) };
     let geometry = Geometry {
         num_qo_heads: geometry.num_qo_heads,
@@ -25,7 +30,7 @@ pub fn workspace_bound(geometry: &AttnGeometry, largest: StepShape, workers: usi
     pages::workspace_bound(largest, |rows| {
         let mut most = 0;
         for cascade in [false, true] {
-            let options = PlanOptions { workers, cascade, ..PlanOptions::default() };
+            let options = PlanOptions { workers, cascade, device, ..PlanOptions::default() };
             most = most.max(bytes(&geometry, rows, &options)?);
         }
         Ok(most)
@@ -49,7 +54,7 @@ mod tests {
         let softmax = mstar_core::attend::Softmax::scaled(0.1);
         let attn = AttnGeometry::over(&kv, 32, DType::Bf16, softmax);
         let largest = StepShape { rows: 8, tokens: 520, kv_len: 1088 };
-        let bound = workspace_bound(&attn, largest, 2).unwrap();
+        let bound = workspace_bound(&attn, largest, 2, Device::Cpu).unwrap();
         for kv_len in [512, 1024, 1088] {
             let geometry = Geometry {
                 num_qo_heads: 32,
@@ -80,7 +85,7 @@ mod tests {
         let softmax = mstar_core::attend::Softmax::scaled(0.1);
         let attn = AttnGeometry::over(&kv, 8, DType::Bf16, softmax);
         let largest = StepShape { rows: 16, tokens: 528, kv_len: 15100 };
-        let bound = workspace_bound(&attn, largest, 2).unwrap();
+        let bound = workspace_bound(&attn, largest, 2, Device::Cpu).unwrap();
         for kv_len in [1024, 4096, 8192, 12_000, 15_100] {
             let geometry = Geometry {
                 num_qo_heads: 8,

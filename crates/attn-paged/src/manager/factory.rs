@@ -66,8 +66,8 @@ impl BackendFactory for PagedFactory {
 
 /// How well the paged kernels serve a geometry.
 pub(crate) fn supports(device: Device, geometry: &AttnGeometry) -> Result<Rank, Reason> {
-    if device != Device::Cpu {
-        return Err(format!("has no kernels for {device} yet; say device: cpu").into());
+    if device != Device::Cpu && !cfg!(feature = "cuda") {
+        return Err(format!("was built without kernels for {device}; build with the feature cuda").into());
     }
     let KvLayout::Nhd { num_kv_heads, head_dim } = geometry.layout else {
         return Err("reads keys and values a head, not latents".into());

@@ -44,7 +44,7 @@ impl PagedAttention {
     /// No cache, or one of latents; heads that do not divide; sinks or slopes of another number; a window that reaches
     /// further than the cache keeps; a device without kernels.
     pub fn new(cx: &BuildContext, options: PagedOptions) -> Result<PagedAttention> {
-        let kv = cx.host_pages("paged attention")?;
+        let kv = cx.paged_cache()?;
         let planner = PagedPlanner::new(cx, options.cascade)?;
         if let Some(kept) = kv.config().retention {
             let window = planner.softmax.window_left;

@@ -8,11 +8,12 @@ use mstar_core::kv::{KvLayout, LayerView, PagedKv};
 use mstar_core::spec::Schedule as SpecSchedule;
 use mstar_core::{AttnOut, Error, Forward, Query, Result};
 use mstar_kernels::cpu::Isa;
+use mstar_kernels::{Buffer, DType, Device, copy};
 
 use super::workspace_bound;
 use crate::{
     Capacity, Family, Geometry, Inputs, Mask, MaskEntries, Outputs, PageTable, Plan, PlanOptions, Planned,
-    Schedule, TensorRef, Variant, run,
+    Schedule, Stream, TensorRef, Variant, run,
 };
 
 /// Makes plans of one layer's shapes and arithmetic, which follow from what a resource is built with.
@@ -20,6 +21,8 @@ use crate::{
 pub struct PagedPlanner {
     pub(crate) geometry: Geometry,
     pub(crate) softmax: Softmax,
+    sinks: Option<HeadValues>,
+    slopes: Option<HeadValues>,
     options: PlanOptions,
 }
 
@@ -53,8 +56,13 @@ impl PagedPlanner {
             SpecSchedule::Throughput => Schedule::Throughput,
             _ => Schedule::Invariant,
         };
-        let options = PlanOptions { schedule, cascade, ..PlanOptions::default() };
-        let planner = PagedPlanner { geometry, softmax: attn.softmax.clone(), options };
+        let options = PlanOptions { schedule, cascade, device: cx.device(), ..PlanOptions::default() };
+        let softmax = attn.softmax.clone();
+        let on = |values: &Option<Arc<[f32]>>| {
+            values.as_deref().map(|values| HeadValues::on(&cx.stream, values)).transpose()
+        };
+        let (sinks, slopes) = (on(&softmax.sinks)?, on(&softmax.alibi_slopes)?);
+        let planner = PagedPlanner { geometry, softmax, sinks, slopes, options };
         planner.variant(true).check()?;
         Ok(planner)
     }
@@ -62,11 +70,11 @@ impl PagedPlanner {
     /// No plan yet, with workspaces for the largest step.
     pub(crate) fn plans(self, cx: &BuildContext) -> Result<Plans<PagedPlanner>> {
         let foreseen = match cx.largest {
-            Some(largest) => workspace_bound(&cx.geometry, largest, self.options.workers)
+            Some(largest) => workspace_bound(&cx.geometry, largest, self.options.workers, cx.device())
                 .map_err(|error| Error::backend(cx.name.as_str(), error))?,
             None => 0,
         };
-        Ok(Plans::new(cx.name.clone(), self, cx.largest, foreseen))
+        Ok(Plans::new(cx.stream, cx.name.clone(), self, cx.largest, foreseen))
     }
 
     fn variant(&self, causal: bool) -> Variant {
@@ -99,6 +107,10 @@ impl Planner for PagedPlanner {
         plan.replan(&self.geometry, &self.variant(rows.causal), &page_table(rows), &options)
     }
 
+    fn stage(&self, plan: &mut Plan, stream: &Stream) -> crate::Result<()> {
+        plan.stage(stream)
+    }
+
     fn workspace_bytes(&self, plan: &Plan) -> usize {
         plan.workspace_bytes()
     }
@@ -129,7 +141,11 @@ impl Planner for PagedPlanner {
     fn kernel(&self, plan: &Plan) -> String {
         let rows = plan.work().rows();
         let tiled = rows.iter().filter(|row| row.family == Family::Tile as u32).count();
-        format!("cpu paged, {}: {} decode rows, {tiled} tiled", Isa::current().name(), rows.len() - tiled)
+        let runs = match self.options.device {
+            Device::Cpu => format!("cpu paged, {}", Isa::current().name()),
+            device => format!("{device} paged"),
+        };
+        format!("{runs}: {} decode rows, {tiled} tiled", rows.len() - tiled)
     }
 }
 
@@ -149,20 +165,36 @@ pub(crate) fn run_layer(
     let LayerView::Nhd { k, v } = kv.layer(forward.layer())? else {
         return refuse(format!("the layers of {} are not keys and values a head", kv.name()));
     };
-    let PagedPlanner { geometry, softmax, .. } = plans.planner();
+    let PagedPlanner { geometry, sinks, slopes, .. } = plans.planner();
     let heads = geometry.num_qo_heads;
     // `kv.layer` has refused a layer that there is not.
-    let sinks = softmax.sinks.as_deref().map(|sinks| per_head(sinks, forward.layer(), heads)).transpose()?;
-    let slopes = softmax.alibi_slopes.as_deref().map(|slopes| per_head(slopes, 0, heads)).transpose()?;
+    let sinks = sinks.as_ref().map(|sinks| sinks.entry(forward.layer(), heads)).transpose()?;
+    let slopes = slopes.as_ref().map(|slopes| slopes.entry(0, heads)).transpose()?;
     let inputs = Inputs { q, k, v, sinks, alibi_slopes: slopes };
     let outputs = Outputs { o: out.o, lse: out.lse };
     let mut workspace = stored.workspace()?;
     plans.said(run(stored.plan(), forward.stream(), &mut workspace, inputs, outputs))
 }
 
-/// `[H]`: the values of entry `index` of `[n, H]`.
-fn per_head(values: &[f32], index: usize, heads: usize) -> Result<TensorRef<'_>> {
-    Ok(TensorRef::from_slice(&values[index * heads..(index + 1) * heads], &[heads])?)
+/// A number a head, `[n, H]` f32, where the layers run.
+#[derive(Debug)]
+struct HeadValues {
+    values: Buffer,
+}
+
+impl HeadValues {
+    /// A copy of `values` on `stream`'s device.
+    fn on(stream: &Stream, values: &[f32]) -> Result<HeadValues> {
+        let shape = [values.len()];
+        let mut buffer = Buffer::for_tensor_on(stream.device(), DType::F32, &shape)?;
+        copy(stream, TensorRef::from_slice(values, &shape)?, buffer.tensor_mut(0, DType::F32, &shape)?)?;
+        Ok(HeadValues { values: buffer })
+    }
+
+    /// `[H]`: entry `index`.
+    fn entry(&self, index: usize, heads: usize) -> Result<TensorRef<'_>> {
+        Ok(self.values.tensor(index * heads * DType::F32.size(), DType::F32, &[heads])?)
+    }
 }
 
 /// Rows as the wrapper level takes them.

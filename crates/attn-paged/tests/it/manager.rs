@@ -32,7 +32,7 @@ fn model(pages: usize) -> (Engine, Arc<dyn Attention>) {
         .build(&BuildContext {
             name: "attn".into(),
             geometry,
-            device: Device::Cpu,
+            stream: Stream::cpu(),
             kv_cache: Some(kv.clone() as Arc<dyn PagedKv>),
             ring: None,
             query_from: None,

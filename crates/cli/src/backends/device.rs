@@ -17,7 +17,7 @@ pub(crate) struct Chosen {
 /// Settles `choice`. The CUDA driver is asked only when the choice leaves it open or names it.
 ///
 /// # Errors
-/// A CUDA device was named: this version has no CUDA kernels, and there may be no such card.
+/// A CUDA device was named, and there is no driver or no such card.
 pub(crate) fn choose(choice: DeviceChoice) -> anyhow::Result<Chosen> {
     choose_with(choice, mstar_kernels::cuda::driver)
 }
@@ -32,7 +32,7 @@ fn choose_with(
         DeviceChoice::Auto => {
             let why = match driver() {
                 Ok(driver) => match driver.cards.first() {
-                    Some(card) => format!("{} is here, but {NOT_BUILT}", card.name),
+                    Some(card) => format!("say --device cuda:{} for {}", card.ordinal, card.name),
                     None => "the CUDA driver sees no card".to_string(),
                 },
                 Err(why) => why.to_string(),
@@ -44,7 +44,7 @@ fn choose_with(
         Err(why) => bail!("device cuda:{ordinal}: {why}; use --device cpu"),
         Ok(driver) => match driver.cards.iter().find(|card| card.ordinal == ordinal) {
             None => bail!("device cuda:{ordinal}: {}; use --device cpu", cards_in_words(driver.cards.len())),
-            Some(card) => bail!("device cuda:{ordinal} ({}): {NOT_BUILT}; use --device cpu", card.name),
+            Some(_) => Ok(Chosen { device: Device::Cuda(ordinal), note: None }),
         },
     }
 }
@@ -87,10 +87,7 @@ mod tests {
         let none = || Err(NoCuda::NoDriver { tried: "libcuda.so.1".into() });
         assert_eq!(said("auto", none()), "device auto: cpu (no CUDA driver found (tried libcuda.so.1))");
         assert_eq!(said("auto", with_cards(0)), "device auto: cpu (the CUDA driver sees no card)");
-        assert_eq!(
-            said("auto", with_cards(1)),
-            "device auto: cpu (NVIDIA H200 is here, but CUDA kernels are not built in this version)"
-        );
+        assert_eq!(said("auto", with_cards(1)), "device auto: cpu (say --device cuda:0 for NVIDIA H200)");
         assert_eq!(
             said("cuda", none()),
             "device cuda:0: no CUDA driver found (tried libcuda.so.1); use --device cpu"
@@ -99,10 +96,7 @@ mod tests {
             said("cuda:99", with_cards(1)),
             "device cuda:99: there is one card, cuda:0; use --device cpu"
         );
-        assert_eq!(
-            said("cuda:0", with_cards(8)),
-            "device cuda:0 (NVIDIA H200): CUDA kernels are not built in this version; use --device cpu"
-        );
+        assert_eq!(said("cuda:0", with_cards(8)), "cuda:0");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Which backends this build has: the only file that knows a backend's feature.
 
 use mstar_core::attend::{AttnGeometry, Backends, StepShape};
+use mstar_kernels::Device;
 #[allow(unused_imports, reason = "a build may have no backend")]
 use std::sync::Arc;
 
@@ -42,19 +43,20 @@ pub(crate) fn workspace_bytes(
     geometry: &AttnGeometry,
     head_dim_vo: Option<usize>,
     largest: StepShape,
+    device: Device,
 ) -> anyhow::Result<usize> {
     match backend {
         #[cfg(feature = "paged")]
-        "paged" | "cross" => Ok(mstar_attn_paged::workspace_bound(geometry, largest, 0)?),
+        "paged" | "cross" => Ok(mstar_attn_paged::workspace_bound(geometry, largest, 0, device)?),
         #[cfg(feature = "mla")]
-        "mla" => Ok(mstar_attn_mla::workspace_bound(geometry, largest, 0)?),
+        "mla" => Ok(mstar_attn_mla::workspace_bound(geometry, largest, 0, device)?),
         #[cfg(feature = "dense")]
         "dense" => Ok(mstar_attn_dense::workspace_bound(geometry, largest, 0)?),
         #[cfg(feature = "flex")]
         // Latents have no values of their own, and nothing here serves them.
         "flex" => Ok(mstar_attn_flex::workspace_bound(geometry, head_dim_vo.unwrap_or(1), largest, 0)?),
         _ => {
-            let _ = (geometry, head_dim_vo, largest);
+            let _ = (geometry, head_dim_vo, largest, device);
             Ok(0)
         }
     }

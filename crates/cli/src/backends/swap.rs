@@ -8,7 +8,7 @@ use mstar_core::kv::{KvConfig, KvEntries, KvLayout, PagedKv, PagedKvCache};
 use mstar_core::spec::{Fallback, Faults, Node, Schedule};
 use mstar_core::step::{Declaration, Fork, KvStep};
 use mstar_core::{Attention, AttnOut, Engine, Ingest, Query, Resource, Segment, Step};
-use mstar_kernels::{DType, Device, Stream, TensorMut, TensorRef};
+use mstar_kernels::{DType, Stream, TensorMut, TensorRef};
 
 use super::registry;
 
@@ -27,7 +27,7 @@ fn built(backend: &str, causal: &str, kv: &Arc<PagedKvCache>) -> Arc<dyn Attenti
     let cx = BuildContext {
         name: backend.into(),
         geometry: AttnGeometry::over(PagedKv::config(&**kv), H, DType::F32, Softmax::scaled(0.2)),
-        device: Device::Cpu,
+        stream: Stream::cpu(),
         kv_cache: Some(Arc::clone(kv) as Arc<dyn PagedKv>),
         ring: None,
         query_from: None,

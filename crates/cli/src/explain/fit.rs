@@ -2,6 +2,7 @@
 
 use mstar_core::ResourceName;
 use mstar_core::spec::{Faults, Node, ResourceKind, Spec, set, yaml};
+use mstar_kernels::Device;
 
 use super::memory::Estimate;
 use super::prepare::{Prepared, Served, ServedSparse};
@@ -28,8 +29,8 @@ type Turn = Box<dyn Fn(&mut Spec, usize)>;
 pub(super) fn advice(prepared: &Prepared, available: u64) -> String {
     let tree = tree(prepared);
     let written = |key: &str| tree.as_ref().is_none_or(|tree| reach(tree, key).is_some());
-    let Prepared { spec, attentions, sparse, requests, estimate, .. } = prepared;
-    advise(spec, attentions, sparse, requests, estimate, &written, available)
+    let Prepared { spec, attentions, sparse, requests, device, estimate, .. } = prepared;
+    advise(spec, attentions, sparse, requests, *device, estimate, &written, available)
 }
 
 fn advise(
@@ -37,6 +38,7 @@ fn advise(
     served: &[Served],
     sparse: &[ServedSparse],
     requests: &[RequestPlan],
+    device: Device,
     estimate: &Estimate,
     written: &dyn Fn(&str) -> bool,
     available: u64,
@@ -48,7 +50,7 @@ fn advise(
     let fits = |knob: &Knob, value: usize| {
         let mut spec = spec.clone();
         (knob.turn)(&mut spec, value);
-        Estimate::of(&spec, served, sparse, requests).is_ok_and(|estimate| estimate.most() <= most)
+        Estimate::of(&spec, served, sparse, requests, device).is_ok_and(|estimate| estimate.most() <= most)
     };
     for knob in &knobs {
         if knob.now <= knob.least || !fits(knob, knob.least) {
@@ -167,9 +169,9 @@ workload: { kind: synthetic, requests: 99, chunked_prefill: 4000, prompt_len: 30
         let mut root = yaml::read(SPEC.as_bytes(), &Faults::new()).unwrap();
         sets.iter().for_each(|assignment| set(&mut root, assignment).unwrap());
         let requests = workload::load(spec.workload.as_ref().unwrap(), spec.seed, None).unwrap();
-        let estimate = Estimate::of(&spec, &[], &[], &requests).unwrap();
+        let estimate = Estimate::of(&spec, &[], &[], &requests, Device::Cpu).unwrap();
         let written = |key: &str| reach(&root, key).is_some();
-        (advise(&spec, &[], &[], &requests, &estimate, &written, available), sets)
+        (advise(&spec, &[], &[], &requests, Device::Cpu, &estimate, &written, available), sets)
     }
 
     #[test]
@@ -191,7 +193,7 @@ workload: { kind: synthetic, requests: 99, chunked_prefill: 4000, prompt_len: 30
                 let sets = [sets.clone(), vec![format!("{key}={value}")]].concat();
                 let spec = Spec::from_yaml(SPEC.as_bytes(), &sets, "s").unwrap();
                 let requests = workload::load(spec.workload.as_ref().unwrap(), spec.seed, None).unwrap();
-                Estimate::of(&spec, &[], &[], &requests).unwrap().most()
+                Estimate::of(&spec, &[], &[], &requests, Device::Cpu).unwrap().most()
             };
             let bound = u128::from(available - available / SPARE);
             assert!(

@@ -6,7 +6,7 @@
 use mstar_core::attend::{IndexStore, StepShape};
 use mstar_core::kv::{KvConfig, KvLayout, RingConfig};
 use mstar_core::spec::Spec;
-use mstar_kernels::DType;
+use mstar_kernels::{DType, Device};
 
 use super::prepare::{Served, ServedSparse};
 use crate::backends::workspace_bytes;
@@ -46,6 +46,7 @@ impl Estimate {
         served: &[Served],
         sparse: &[ServedSparse],
         requests: &[RequestPlan],
+        device: Device,
     ) -> anyhow::Result<Estimate> {
         let mut lines = Vec::new();
         for (name, kv) in spec.caches() {
@@ -62,9 +63,9 @@ impl Estimate {
             forward(&mut lines, &widths);
             for served in served {
                 let largest = of_frames(spec, largest);
-                let each =
-                    workspace_bytes(served.backend, &served.geometry, spec.model.value_width(), largest)?
-                        .saturating_add(served.options.beside_workspaces(&served.geometry, largest));
+                let vo = spec.model.value_width();
+                let each = workspace_bytes(served.backend, &served.geometry, vo, largest, device)?
+                    .saturating_add(served.options.beside_workspaces(&served.geometry, largest));
                 workspaces(&mut lines, spec, format!("{}: workspaces", served.name), each, true, largest);
             }
             for served in sparse {

@@ -121,7 +121,8 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
         }
     };
     let machine = Machine::probe();
-    let estimate = Estimate::of(&spec, &attentions, &sparse, &requests).with_context(|| source.clone())?;
+    let estimate = Estimate::of(&spec, &attentions, &sparse, &requests, chosen.device)
+        .with_context(|| source.clone())?;
     Ok(Prepared {
         spec,
         path: arguments.spec.clone(),

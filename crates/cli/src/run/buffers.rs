@@ -7,11 +7,12 @@ use mstar_core::attend::{AttnOut, Indexed, Query, StepShape};
 use mstar_core::kv::{KvEntries, RingConfig, RingGeometry};
 use mstar_core::spec::{DsaSpec, ResourceKind, Spec};
 use mstar_kernels::synth::{self, Exact, Kind};
-use mstar_kernels::{Buffer, DType, TensorMut, TensorRef};
+use mstar_kernels::{DType, Stream, TensorMut, TensorRef};
 use rayon::prelude::*;
 
 use super::entries::Entries;
 use super::script;
+use super::twin::Twin;
 use super::workload::{Generation, RequestPlan};
 
 /// Tokens that one task generates.
@@ -152,25 +153,26 @@ pub(crate) fn of_frames(spec: &Spec, largest: StepShape) -> StepShape {
 /// The memory.
 pub(crate) struct Buffers {
     widths: Widths,
-    q: Buffer,
+    stream: Stream,
+    q: Twin,
     fresh: Held,
     index: Option<IndexBuffers>,
-    o: Buffer,
-    lse: Buffer,
+    o: Twin,
+    lse: Twin,
 }
 
 /// The step's own entries of one layer.
 enum Held {
-    Heads { k: Buffer, v: Buffer },
-    Latents { latent: Buffer },
+    Heads { k: Twin, v: Twin },
+    Latents { latent: Twin },
 }
 
 /// What one full layer hands its indexer.
 struct IndexBuffers {
     widths: IndexWidths,
-    q: Buffer,
-    keys: Buffer,
-    weights: Buffer,
+    q: Twin,
+    keys: Twin,
+    weights: Twin,
 }
 
 /// Which arrays are generated.
@@ -197,33 +199,34 @@ pub(crate) struct Views<'a> {
 }
 
 impl Buffers {
-    /// Room for `widths`.
-    pub(crate) fn new(widths: Widths) -> mstar_kernels::Result<Buffers> {
+    /// Room for `widths`, where `stream` runs.
+    pub(crate) fn new(widths: Widths, stream: Stream) -> mstar_kernels::Result<Buffers> {
         let Widths { tokens: t, num_qo_heads: h, entries, dtype, .. } = widths;
         let fresh = match entries {
             Entries::Heads { num_kv_heads, head_dim, head_dim_vo } => Held::Heads {
-                k: Buffer::for_tensor(dtype, &[t, num_kv_heads, head_dim])?,
-                v: Buffer::for_tensor(dtype, &[t, num_kv_heads, head_dim_vo])?,
+                k: Twin::new(&stream, dtype, &[t, num_kv_heads, head_dim])?,
+                v: Twin::new(&stream, dtype, &[t, num_kv_heads, head_dim_vo])?,
             },
             Entries::Latents { .. } => {
-                Held::Latents { latent: Buffer::for_tensor(dtype, &[t, entries.token_width()])? }
+                Held::Latents { latent: Twin::new(&stream, dtype, &[t, entries.token_width()])? }
             }
         };
         let index = |widths: IndexWidths| -> mstar_kernels::Result<IndexBuffers> {
             Ok(IndexBuffers {
                 widths,
-                q: Buffer::for_tensor(dtype, &[t, widths.heads, widths.head_dim])?,
-                keys: Buffer::for_tensor(dtype, &[t, widths.head_dim])?,
-                weights: Buffer::for_tensor(DType::F32, &[t, widths.heads])?,
+                q: Twin::new(&stream, dtype, &[t, widths.heads, widths.head_dim])?,
+                keys: Twin::new(&stream, dtype, &[t, widths.head_dim])?,
+                weights: Twin::new(&stream, DType::F32, &[t, widths.heads])?,
             })
         };
         Ok(Buffers {
             widths,
-            q: Buffer::for_tensor(dtype, &[t, h, entries.query_width()])?,
+            stream,
+            q: Twin::new(&stream, dtype, &[t, h, entries.query_width()])?,
             fresh,
             index: widths.index.map(index).transpose()?,
-            o: Buffer::for_tensor(dtype, &[t, h, entries.out_width()])?,
-            lse: Buffer::for_tensor(DType::F32, &[t, h])?,
+            o: Twin::new(&stream, dtype, &[t, h, entries.out_width()])?,
+            lse: Twin::new(&stream, DType::F32, &[t, h])?,
         })
     }
 
@@ -241,13 +244,15 @@ impl Buffers {
         keys: &[u64],
     ) -> mstar_kernels::Result<()> {
         let Widths { num_qo_heads, entries, dtype, .. } = self.widths;
-        let draw = |buffer: &mut Buffer, kind: Kind, [heads, width]: [usize; 2]| {
-            let view = buffer.tensor_mut(0, dtype, &[keys.len(), heads, width])?;
+        let stream = self.stream;
+        let draw = |twin: &mut Twin, kind: Kind, [heads, width]: [usize; 2]| {
+            let view = twin.host_mut(&[keys.len(), heads, width])?;
             match dtype {
                 DType::Bf16 => fill::<half::bf16>(seed, kind, layer, keys, [heads, width], view),
                 DType::F16 => fill::<half::f16>(seed, kind, layer, keys, [heads, width], view),
                 _ => fill::<f32>(seed, kind, layer, keys, [heads, width], view),
-            }
+            }?;
+            twin.send(&stream, keys.len() * heads * width)
         };
         match which {
             Fresh::Queries => draw(&mut self.q, Kind::Query, [num_qo_heads, entries.query_width()]),
@@ -266,27 +271,27 @@ impl Buffers {
                 draw(q, Kind::IndexQuery, [widths.heads, widths.head_dim])?;
                 draw(index_keys, Kind::IndexKey, [1, widths.head_dim])?;
                 let shape = [keys.len(), widths.heads];
-                let mut view = weights.tensor_mut(0, DType::F32, &shape)?;
+                let mut view = weights.host_mut(&shape)?;
                 synth::fill(seed, Kind::IndexWeight, layer, keys, &mut view)?;
                 let scale = widths.weight_scale();
                 let all = view.as_mut_slice::<f32>().expect("a contiguous view of f32");
                 all.iter_mut().for_each(|weight| *weight *= scale);
-                Ok(())
+                weights.send(&stream, shape[0] * shape[1])
             }
         }
     }
 
     /// The arrays of a plan of `tokens`.
     pub(crate) fn views(&mut self, tokens: usize) -> mstar_kernels::Result<Views<'_>> {
-        let Widths { num_qo_heads: h, entries, dtype, .. } = self.widths;
-        let q = self.q.tensor(0, dtype, &[tokens, h, entries.query_width()])?;
+        let Widths { num_qo_heads: h, entries, .. } = self.widths;
+        let q = self.q.here(&[tokens, h, entries.query_width()])?;
         let (q, fresh) = match (&self.fresh, entries) {
             (Held::Heads { k, v }, Entries::Heads { num_kv_heads: g, head_dim: d, head_dim_vo: dv }) => {
-                let (k, v) = (k.tensor(0, dtype, &[tokens, g, d])?, v.tensor(0, dtype, &[tokens, g, dv])?);
+                let (k, v) = (k.here(&[tokens, g, d])?, v.here(&[tokens, g, dv])?);
                 (Query::Heads(q), KvEntries::Nhd { k, v })
             }
             (Held::Latents { latent }, Entries::Latents { kv_lora_rank: c, qk_rope_head_dim: e }) => {
-                let latent = latent.tensor(0, dtype, &[tokens, c + e])?;
+                let latent = latent.here(&[tokens, c + e])?;
                 let q = Query::Absorbed { nope: q.narrow(2, 0, c)?, pe: q.narrow(2, c, e)? };
                 (q, KvEntries::Mla { ckv: latent.narrow(1, 0, c)?, kpe: latent.narrow(1, c, e)? })
             }
@@ -297,9 +302,9 @@ impl Buffers {
             Some(index) => {
                 let IndexWidths { heads, head_dim } = index.widths;
                 Some(Indexed {
-                    keys: index.keys.tensor(0, dtype, &[tokens, head_dim])?,
-                    q: index.q.tensor(0, dtype, &[tokens, heads, head_dim])?,
-                    weights: index.weights.tensor(0, DType::F32, &[tokens, heads])?,
+                    keys: index.keys.here(&[tokens, head_dim])?,
+                    q: index.q.here(&[tokens, heads, head_dim])?,
+                    weights: index.weights.here(&[tokens, heads])?,
                 })
             }
         };
@@ -308,21 +313,23 @@ impl Buffers {
             entries: fresh,
             indexed,
             out: AttnOut {
-                o: self.o.tensor_mut(0, dtype, &[tokens, h, entries.out_width()])?,
-                lse: Some(self.lse.tensor_mut(0, DType::F32, &[tokens, h])?),
+                o: self.o.here_mut(&[tokens, h, entries.out_width()])?,
+                lse: Some(self.lse.here_mut(&[tokens, h])?),
             },
         })
     }
 
-    /// What the last layer wrote: `o` as bytes and as a view, `lse`.
-    pub(crate) fn written(&self, tokens: usize) -> mstar_kernels::Result<Written<'_>> {
+    /// What the last layer wrote, brought to the host: `o` as bytes and as a view, `lse`.
+    pub(crate) fn written(&mut self, tokens: usize) -> mstar_kernels::Result<Written<'_>> {
         let Widths { num_qo_heads, entries, dtype, .. } = self.widths;
         let vector = num_qo_heads * entries.out_width();
         let elements = tokens * vector;
-        let bytes = self.o.tensor(0, DType::U8, &[elements * dtype.size()])?;
-        let lse = self.lse.tensor(0, DType::F32, &[tokens * num_qo_heads])?;
+        self.o.fetch(&self.stream, elements)?;
+        self.lse.fetch(&self.stream, tokens * num_qo_heads)?;
+        let bytes = self.o.host_bytes(elements * dtype.size())?;
+        let lse = self.lse.host(&[tokens * num_qo_heads])?;
         Ok(Written {
-            o: self.o.tensor(0, dtype, &[elements])?,
+            o: self.o.host(&[elements])?,
             bytes: bytes.as_slice().expect("a contiguous view of bytes"),
             lse: lse.as_slice().expect("a contiguous view of f32"),
             vector,
@@ -386,7 +393,7 @@ mod tests {
     fn generated(entries: Entries) -> (Buffers, Vec<u64>) {
         let index = Some(IndexWidths { heads: 3, head_dim: 16 });
         let widths = Widths { tokens: 100, num_qo_heads: 4, entries, index, dtype: DType::Bf16 };
-        let mut buffers = Buffers::new(widths).unwrap();
+        let mut buffers = Buffers::new(widths, Stream::cpu()).unwrap();
         let keys: Vec<u64> = (0..70).map(|t| synth::chain(synth::ROOT, t)).collect();
         for which in [Fresh::Queries, Fresh::Entries, Fresh::Index] {
             buffers.generate(which, 3, 1, &keys).unwrap();
@@ -453,7 +460,7 @@ mod tests {
         for entries in [HEADS, LATENTS, Entries::Latents { kv_lora_rank: 5, qk_rope_head_dim: 0 }] {
             for index in [None, Some(IndexWidths { heads: 3, head_dim: 8 })] {
                 let widths = Widths { tokens: 7, num_qo_heads: 6, entries, index, dtype: DType::F32 };
-                let buffers = Buffers::new(widths).unwrap();
+                let buffers = Buffers::new(widths, Stream::cpu()).unwrap();
                 let fresh = match &buffers.fresh {
                     Held::Heads { k, v } => k.len() + v.len(),
                     Held::Latents { latent } => latent.len(),
@@ -464,7 +471,7 @@ mod tests {
                 assert_eq!(widths.index_bytes(), Some(held));
                 let huge = Widths { tokens: usize::MAX / 2, ..widths };
                 assert_eq!(huge.attended_bytes(), None);
-                assert!(Buffers::new(huge).is_err());
+                assert!(Buffers::new(huge, Stream::cpu()).is_err());
             }
         }
     }

@@ -8,7 +8,7 @@ use mstar_core::attend::{IndexGeometry, SparseWork, Work as Least, write_kv};
 use mstar_core::kv::{PagedKv, PagedKvCache};
 use mstar_core::{Forward, Label, PlanId, PlannedStep, RequestId};
 use mstar_kernels::reference::Real;
-use mstar_kernels::{DType, Element, Stream, TensorMut};
+use mstar_kernels::{DType, Element, TensorMut};
 use rayon::prelude::*;
 
 use super::buffers::{Buffers, Fresh, Written};
@@ -124,7 +124,7 @@ fn write_context(
             packed.iter().all(|row| row.work.turn.walk == Walk::Encode),
             "a context grew after it was written"
         );
-        let stream = Stream::cpu();
+        let stream = model.queue.stream();
         let mut forward = planned.forward(label, &stream);
         for layer in 0..model.layers {
             generate(buffers, scene, &[Fresh::Entries], layer, &keys)?;
@@ -156,7 +156,7 @@ fn run_label(
     outcome.rows += packed.len();
     let checked = choose(&packed, scene);
     outcome.rows_checked += checked.len();
-    let stream = Stream::cpu();
+    let stream = model.queue.stream();
     let mut forward = planned.forward(plan.id.label.clone(), &stream);
     for layer in 0..model.layers {
         generate(buffers, scene, &[Fresh::Queries, Fresh::Entries], layer, &keys)?;
@@ -316,7 +316,7 @@ struct Seen<'a> {
 /// Hashes what a layer wrote, and verifies the chosen rows of it.
 fn look(
     model: &Model,
-    buffers: &Buffers,
+    buffers: &mut Buffers,
     plan: &PackedPlan,
     packed: &[Packed<'_>],
     checked: &[Checked],

@@ -37,6 +37,7 @@ mod runtime;
 mod saved;
 mod scheduler;
 mod script;
+mod twin;
 mod verify;
 mod warm;
 pub(crate) mod workload;
@@ -141,7 +142,7 @@ fn drive(
         Model::build(spec, prepared.device, &prepared.attentions, &prepared.sparse, largest, &phases)?;
     let widths =
         Widths::of(spec, &prepared.requests).context("run needs a cache of heads or latents, or a ring")?;
-    let mut buffers = Buffers::new(widths)?;
+    let mut buffers = Buffers::new(widths, model.queue.stream())?;
     warm::up(&model, &mut buffers)?;
     phases.clear();
     let mut live = Live::new(&model, &prepared.requests, buffers, spec.seed, args.verify, phases.clone());

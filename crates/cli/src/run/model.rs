@@ -9,6 +9,7 @@ use mstar_core::kv::{KvConfig, PagedKv, PagedKvCache, RingCache, RingKv};
 use mstar_core::resource::{EngineOptions, PaddedShape};
 use mstar_core::spec::{ResourceKind, Spec};
 use mstar_core::{Engine, Resource, ResourceName};
+use mstar_kernels::cuda::OwnedStream;
 use mstar_kernels::{DType, Device};
 
 use super::buffers::{of_frames, padded};
@@ -23,6 +24,8 @@ use crate::explain::{Served, ServedSparse, causal, causal_in_frames};
 
 /// A model's attention state and work.
 pub(crate) struct Model {
+    /// The queue that layers run on; it outlives what was built on it.
+    pub(crate) queue: OwnedStream,
     /// Everything in order.
     pub(crate) engine: Engine,
     /// The cache of the requests' own streams.
@@ -59,6 +62,8 @@ impl Model {
         let slots = spec.graph.as_ref().map_or(1, |graph| graph.slots).max(if preplan { 2 } else { 1 });
         // What pads a bucket over a ring has tiles of its own, though it sees nothing.
         let largest = largest.map(|largest| of_frames(spec, largest));
+        let queue = OwnedStream::new(device)?;
+        let stream = queue.stream();
         let mut caches: Vec<(ResourceName, Arc<PagedKvCache>)> = Vec::new();
         let mut rings: Vec<(ResourceName, Arc<RingCache>)> = Vec::new();
         let mut resources: Vec<Arc<dyn Resource>> = Vec::new();
@@ -75,7 +80,7 @@ impl Model {
             let context_of = |geometry: &AttnGeometry, kv_cache, query_from| BuildContext {
                 name: name.clone(),
                 geometry: geometry.clone(),
-                device,
+                stream,
                 kv_cache: find(&caches, kv_cache),
                 ring: ring_of(&rings, kv_cache).map(|ring| ring as Arc<dyn RingKv>),
                 query_from: find(&caches, query_from),
@@ -86,7 +91,7 @@ impl Model {
             };
             match &resource.kind {
                 ResourceKind::Kv(kv) => {
-                    let made = PagedKvCache::new(name.clone(), kv.config.clone())
+                    let made = PagedKvCache::on(stream, name.clone(), kv.config.clone())
                         .with_context(|| format!("resources.{name}"))?;
                     let cache = Arc::new(made);
                     host_pages += kv.host_pages;
@@ -179,6 +184,7 @@ impl Model {
         engine.build_accelerator_graph_buffers(buckets.iter())?;
         let parts = Parts { kv: main, own: masked, context: context.clone(), frame };
         Ok(Model {
+            queue,
             engine,
             kv,
             context: context.as_ref().and_then(cache),

@@ -1,6 +1,7 @@
 //! Whole runs in this process, over an attention backend made of the oracle alone: what is tested here is the
 //! scheduler, the steps, the store's answers and the checks, whichever backends were compiled in.
 
+use mstar_kernels::Stream;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
@@ -184,10 +185,10 @@ impl Attention for Oracle {
         Ok(())
     }
     fn qo_indptr_buf(&self, _: &PlanId) -> Result<IndexBuf> {
-        IndexBuf::with_capacity(0)
+        IndexBuf::with_capacity(&Stream::cpu(), 0)
     }
     fn kv_len_buf(&self, _: &PlanId) -> Result<IndexBuf> {
-        IndexBuf::with_capacity(0)
+        IndexBuf::with_capacity(&Stream::cpu(), 0)
     }
 }
 
@@ -247,7 +248,7 @@ fn ran_with(
         .collect();
     let phases = Arc::new(Phases::default());
     let model = Model::build(&spec, Device::Cpu, &served, &sparse(&spec), None, &phases).unwrap();
-    let mut buffers = Buffers::new(Widths::of(&spec, &requests).unwrap()).unwrap();
+    let mut buffers = Buffers::new(Widths::of(&spec, &requests).unwrap(), Stream::cpu()).unwrap();
     warm::up(&model, &mut buffers).unwrap();
     let mut live = Live::new(&model, &requests, buffers, spec.seed, 1.0, phases.clone());
     let limits = Limits {

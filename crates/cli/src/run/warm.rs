@@ -6,7 +6,6 @@ use anyhow::Context;
 use mstar_core::graph::{Bucket, warm_up};
 use mstar_core::step::{Declaration, KvStep, RingSegment, RingStep};
 use mstar_core::{Label, PlanId, PlannedStep, RequestId, Segment, Step};
-use mstar_kernels::Stream;
 
 use super::buffers::Buffers;
 use super::model::Model;
@@ -57,7 +56,7 @@ fn declared(model: &Model, bucket: &Bucket, rows: &[(RequestId, usize)]) -> Step
 
 /// One forward over whatever the buffers hold.
 fn run(model: &Model, buffers: &mut Buffers, planned: &PlannedStep) -> mstar_core::Result<()> {
-    let stream = Stream::cpu();
+    let stream = model.queue.stream();
     for label in model.kv.plan_labels(planned.serial())? {
         let id = PlanId { slot: planned.slot(), label: label.clone(), serial: planned.serial() };
         let tokens = model.kv.packed(&id)?.tokens;

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use mstar_kernels::{DType, Device};
+use mstar_kernels::{DType, Device, Stream};
 
 use super::{Attention, SparseFactory};
 use crate::kv::{KvConfig, KvLayout, PagedKv, RingKv};
@@ -143,8 +143,8 @@ pub struct BuildContext {
     pub name: ResourceName,
     /// What it attends.
     pub geometry: AttnGeometry,
-    /// Where it runs.
-    pub device: Device,
+    /// The queue that its layers run on, and so its device. It lives as long as the resource.
+    pub stream: Stream,
     /// The cache it attends.
     pub kv_cache: Option<Arc<dyn PagedKv>>,
     /// The ring it attends, where the spec's `kv_cache` names one.

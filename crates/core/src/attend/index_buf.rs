@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mstar_kernels::{Buffer, DType, TensorRef};
+use mstar_kernels::{DType, Staged, Stream, TensorRef};
 
 use crate::Result;
 
@@ -10,45 +10,46 @@ use crate::Result;
 /// handle across the planning; a holder keeps the values it saw.
 #[derive(Clone, Debug)]
 pub struct IndexBuf {
-    buffer: Arc<Buffer>,
+    stream: Stream,
+    entries: Arc<Staged>,
     len: usize,
 }
 
 impl IndexBuf {
-    /// Room for `capacity` entries, of which none is used yet.
+    /// Room for `capacity` entries on `stream`'s device, of which none is used yet. What is set is enqueued on `stream`.
     ///
     /// # Errors
     /// When the memory cannot be had.
-    pub fn with_capacity(capacity: usize) -> Result<IndexBuf> {
-        Ok(IndexBuf { buffer: Arc::new(Buffer::for_tensor(DType::I32, &[capacity])?), len: 0 })
+    pub fn with_capacity(stream: &Stream, capacity: usize) -> Result<IndexBuf> {
+        let entries = Arc::new(Staged::with_capacity(stream, capacity * DType::I32.size())?);
+        Ok(IndexBuf { stream: *stream, entries, len: 0 })
     }
 
     /// Entries that fit without another allocation.
     pub fn capacity(&self) -> usize {
-        self.buffer.len() / DType::I32.size()
+        self.entries.capacity() / DType::I32.size()
     }
 
-    /// Replaces the entries: in place when they fit and nobody else holds them, else in fresh memory.
+    /// Replaces the entries: in place when they fit and nobody else holds them, else in fresh memory. Never waits.
     ///
     /// # Errors
     /// When memory is needed and cannot be had; the old entries stay.
     pub fn set(&mut self, entries: &[i32]) -> Result<()> {
-        if self.capacity() < entries.len() || Arc::get_mut(&mut self.buffer).is_none() {
-            *self = IndexBuf::with_capacity(self.capacity().max(entries.len()))?;
+        if self.capacity() < entries.len() || Arc::get_mut(&mut self.entries).is_none() {
+            *self = IndexBuf::with_capacity(&self.stream, self.capacity().max(entries.len()))?;
         }
-        let buffer = Arc::get_mut(&mut self.buffer).expect("unshared, or made just now");
-        let mut view = buffer.tensor_mut(0, DType::I32, &[entries.len()])?;
-        view.as_mut_slice::<i32>().expect("a contiguous i32 view on the CPU").copy_from_slice(entries);
+        let staged = Arc::get_mut(&mut self.entries).expect("unshared, or made just now");
+        staged.set(&self.stream, bytemuck::cast_slice(entries))?;
         self.len = entries.len();
         Ok(())
     }
 
-    /// `[N]` i32.
+    /// `[N]` i32, on the device.
     ///
     /// # Errors
     /// Never for a value in hand; the view is checked like any other.
     pub fn view(&self) -> Result<TensorRef<'_>> {
-        Ok(self.buffer.tensor(0, DType::I32, &[self.len])?)
+        Ok(self.entries.tensor(DType::I32, &[self.len])?)
     }
 
     /// Number of entries.
@@ -68,7 +69,7 @@ mod tests {
 
     #[test]
     fn replanning_keeps_the_address_and_never_changes_what_a_holder_saw() {
-        let mut buf = IndexBuf::with_capacity(4).unwrap();
+        let mut buf = IndexBuf::with_capacity(&Stream::cpu(), 4).unwrap();
         buf.set(&[0, 3, 7]).unwrap();
         let address = buf.view().unwrap().as_ptr();
         buf.set(&[0, 1]).unwrap();

@@ -144,6 +144,7 @@ pub fn attend(
     let layer = forward.layer();
     let timer = Timer::start(forward.observer());
     attention.run(forward, q, straight, out)?;
+    waited(forward)?;
     timer.stop(Phase::Attend, attention.name(), Some(layer), || attention.work(forward.plan_id()));
     Ok(())
 }
@@ -155,8 +156,17 @@ pub fn attend(
 pub fn write_kv(kv: &dyn PagedKv, forward: &Forward<'_>, entries: KvEntries<'_>) -> Result<()> {
     let timer = Timer::start(forward.observer());
     kv.write_kv(forward.plan_id(), forward.layer(), entries, forward.stream())?;
+    waited(forward)?;
     timer.stop(Phase::KvWrite, kv.name(), Some(forward.layer()), || written(&entries));
     Ok(())
+}
+
+/// Waits for a layer's work where somebody wants to know what it costs: on a device a call returns before its work is done.
+pub(crate) fn waited(forward: &Forward<'_>) -> Result<()> {
+    match forward.observer() {
+        Some(_) => Ok(forward.stream().synchronize()?),
+        None => Ok(()),
+    }
 }
 
 fn written(entries: &KvEntries<'_>) -> Work {

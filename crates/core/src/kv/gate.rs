@@ -8,6 +8,7 @@ use mstar_kernels::mutant::planted;
 
 use super::PageId;
 use super::memory::KvMemory;
+use crate::Error;
 
 /// What a write covers, among all writes of a step: a plan, a layer, a plane. Two of one step that differ in any
 /// of them touch different slots or different memory.
@@ -41,6 +42,8 @@ pub(super) enum Barred {
     Closed,
     /// The same write runs already, on another thread.
     Busy,
+    /// A copy that comes first failed.
+    Failed(Error),
 }
 
 /// Leaves the gate when dropped, however the write ends.
@@ -82,7 +85,7 @@ impl Gate {
         }
         for (from, to) in state.copies.drain(..) {
             if !planted("stale-fork-page") {
-                memory.copy_page(from, to);
+                memory.copy_page(from, to).map_err(Barred::Failed)?;
             }
         }
         Ok(state)
@@ -138,7 +141,7 @@ mod tests {
     use std::sync::Barrier;
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    use mstar_kernels::DType;
+    use mstar_kernels::{DType, Stream};
 
     use super::*;
     use crate::kv::{KvConfig, KvLayout};
@@ -150,7 +153,7 @@ mod tests {
     #[test]
     fn writes_that_differ_run_at_once_and_the_end_waits_for_them() {
         let layout = KvLayout::Mla { kv_lora_rank: 1, qk_rope_head_dim: 0 };
-        let memory = KvMemory::new(&KvConfig::new(layout, DType::F32, 1, 2)).unwrap();
+        let memory = KvMemory::new(&KvConfig::new(layout, DType::F32, 1, 2), Stream::cpu()).unwrap();
         let (gate, both, written) = (Gate::default(), Barrier::new(2), AtomicBool::new(false));
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -175,7 +178,7 @@ mod tests {
     #[test]
     fn a_write_that_panics_has_left() {
         let layout = KvLayout::Mla { kv_lora_rank: 1, qk_rope_head_dim: 0 };
-        let memory = KvMemory::new(&KvConfig::new(layout, DType::F32, 1, 2)).unwrap();
+        let memory = KvMemory::new(&KvConfig::new(layout, DType::F32, 1, 2), Stream::cpu()).unwrap();
         let gate = Gate::default();
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let _ = gate.pass(&memory, extent(0), || panic!("a kernel's assertion"));

@@ -7,9 +7,10 @@
 
 use std::ptr::NonNull;
 
-use mstar_kernels::cpu::scatter::scatter;
+use mstar_kernels::cpu::scatter::scatter_at;
+use mstar_kernels::cuda::{Event, OwnedStream};
 use mstar_kernels::mutant::planted;
-use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef};
+use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef, copy_async};
 
 use super::config::Stored;
 use super::{KvConfig, KvEntries, KvLayout, LayerView};
@@ -45,6 +46,11 @@ pub(super) struct KvMemory {
     layers: usize,
     pages: usize,
     page_size: usize,
+    stream: Stream,
+    /// The queue of copies to and from the host.
+    copies: OwnedStream,
+    /// Where the cache's stream is when a copy is asked for.
+    behind: Event,
 }
 
 // SAFETY: `base` points into `buffer`, which is plain bytes and `Send`.
@@ -73,9 +79,11 @@ impl HostPages {
 }
 
 impl KvMemory {
-    /// Zeroed memory for a checked geometry.
-    pub(super) fn new(config: &KvConfig) -> Result<KvMemory> {
+    /// Zeroed memory for a checked geometry, on `stream`'s device. Copies between pages go on `stream`, in order with the
+    /// layers that write and read them.
+    pub(super) fn new(config: &KvConfig, stream: Stream) -> Result<KvMemory> {
         config.check()?;
+        let device = stream.device();
         let planes = config.all_planes().expect("a checked geometry has a size");
         let planes = planes.into_iter().map(|Stored { name, dtype, width, layers: some }| {
             let layers = some.as_ref().map_or(config.num_layers, Vec::len);
@@ -83,7 +91,7 @@ impl KvMemory {
                 (0..config.num_layers).map(|layer| some.iter().position(|&l| l == layer)).collect()
             });
             let shape = [layers, config.max_num_pages, config.page_size, width];
-            let mut buffer = Buffer::for_tensor(dtype, &shape)?;
+            let mut buffer = Buffer::for_tensor_on(device, dtype, &shape)?;
             let bytes = buffer.len();
             let start = buffer.tensor_mut(0, DType::U8, &[bytes])?.as_mut_ptr();
             let base = NonNull::new(start).expect("a buffer's memory is never null");
@@ -95,7 +103,14 @@ impl KvMemory {
             layers: config.num_layers,
             pages: config.max_num_pages,
             page_size: config.page_size,
+            stream,
+            copies: OwnedStream::new(device)?,
+            behind: Event::new(device)?,
         })
+    }
+
+    fn device(&self) -> Device {
+        self.stream.device()
     }
 
     /// Bytes allocated.
@@ -159,7 +174,7 @@ impl KvMemory {
         // kept apart from readers by the store (see `Sync`).
         unsafe {
             let first = self.planes_base(plane).add(offset);
-            Ok(TensorRef::from_raw_parts(first, Device::Cpu, plane.dtype, shape, &strides[..shape.len()])?)
+            Ok(TensorRef::from_raw_parts(first, self.device(), plane.dtype, shape, &strides[..shape.len()])?)
         }
     }
 
@@ -205,7 +220,7 @@ impl KvMemory {
         // a page's tokens do not overlap; that nobody else touches what is written is the caller's promise.
         unsafe {
             let first = view.as_ptr().cast_mut();
-            Ok(TensorMut::from_raw_parts(first, Device::Cpu, plane.dtype, view.shape(), view.strides())?)
+            Ok(TensorMut::from_raw_parts(first, self.device(), plane.dtype, view.shape(), view.strides())?)
         }
     }
 
@@ -217,37 +232,37 @@ impl KvMemory {
     pub(super) fn write(
         &self,
         layer: usize,
-        slots: &[i64],
+        slots: TensorRef<'_>,
         entries: KvEntries<'_>,
         stream: &Stream,
     ) -> Result<()> {
         self.check_layer(layer)?;
-        let (t, p, s, plane) = (slots.len(), self.pages, self.page_size, &self.planes[0]);
+        let (t, p, s, plane) = (slots.numel(), self.pages, self.page_size, &self.planes[0]);
         let dtype = Some(plane.dtype);
         match (self.layout, entries) {
             (KvLayout::Nhd { num_kv_heads: g, head_dim: d }, KvEntries::Nhd { k, v }) => {
                 let extents = [Some(t), Some(g), Some(d)];
-                k.expect("k", "[T, G, D]", &extents, dtype, Device::Cpu)?;
-                v.expect("v", "[T, G, D]", &extents, dtype, Device::Cpu)?;
+                k.expect("k", "[T, G, D]", &extents, dtype, self.device())?;
+                v.expect("v", "[T, G, D]", &extents, dtype, self.device())?;
                 // SAFETY: keys and values are different parts of a page, and the slots are the caller's alone.
                 let (to_k, to_v) = unsafe {
                     let k = self.view_mut(plane, layer, 0, &[p, s, g, d])?;
                     (k, self.view_mut(plane, layer, s * g * d, &[p, s, g, d])?)
                 };
-                scatter(stream, slots, k, to_k)?;
-                Ok(scatter(stream, slots, v, to_v)?)
+                scatter_at(stream, slots, k, to_k)?;
+                Ok(scatter_at(stream, slots, v, to_v)?)
             }
             (KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e }, KvEntries::Mla { ckv, kpe }) => {
-                ckv.expect("ckv", "[T, C]", &[Some(t), Some(c)], dtype, Device::Cpu)?;
-                kpe.expect("kpe", "[T, E]", &[Some(t), Some(e)], dtype, Device::Cpu)?;
+                ckv.expect("ckv", "[T, C]", &[Some(t), Some(c)], dtype, self.device())?;
+                kpe.expect("kpe", "[T, E]", &[Some(t), Some(e)], dtype, self.device())?;
                 // SAFETY: the two are different columns of a token, and the slots are the caller's alone.
                 let (to_ckv, to_kpe) = unsafe {
                     let whole = [p, s, c + e];
                     let ckv = self.view_mut(plane, layer, 0, &whole)?.narrow(2, 0, c)?;
                     (ckv, self.view_mut(plane, layer, 0, &whole)?.narrow(2, c, e)?)
                 };
-                scatter(stream, slots, ckv, to_ckv)?;
-                if e == 0 { Ok(()) } else { Ok(scatter(stream, slots, kpe, to_kpe)?) }
+                scatter_at(stream, slots, ckv, to_ckv)?;
+                if e == 0 { Ok(()) } else { Ok(scatter_at(stream, slots, kpe, to_kpe)?) }
             }
             (layout, entries) => {
                 let got = match entries {
@@ -265,85 +280,153 @@ impl KvMemory {
         &self,
         plane: usize,
         layer: usize,
-        slots: &[i64],
+        slots: TensorRef<'_>,
         entries: TensorRef<'_>,
         stream: &Stream,
     ) -> Result<()> {
         let plane = &self.planes[plane];
         let layer = self.layer_of(plane, layer)?;
-        let extents = [Some(slots.len()), Some(plane.width)];
-        entries.expect("plane", "[T, width]", &extents, Some(plane.dtype), Device::Cpu)?;
+        let extents = [Some(slots.numel()), Some(plane.width)];
+        entries.expect("plane", "[T, width]", &extents, Some(plane.dtype), self.device())?;
         // SAFETY: the slots are the caller's alone.
         let to = unsafe { self.view_mut(plane, layer, 0, &[self.pages, self.page_size, plane.width])? };
-        Ok(scatter(stream, slots, entries, to)?)
+        Ok(scatter_at(stream, slots, entries, to)?)
     }
 
-    /// Copies whole pages, every plane and layer: a fork's partial last page, made writable.
+    /// Copies whole pages, every plane and layer: a fork's partial last page, made writable. On a device the copy is
+    /// enqueued on the cache's stream.
     ///
     /// Both ids are pages of this cache; nobody writes the first or touches the second meanwhile.
-    pub(super) fn copy_page(&self, from: i32, to: i32) {
+    ///
+    /// # Errors
+    /// What the device says.
+    pub(super) fn copy_page(&self, from: i32, to: i32) -> Result<()> {
         let (from, to) = (self.checked(from), self.checked(to));
         let copied = if planted("fork-forgets-planes") { 1 } else { self.planes.len() };
         for plane in &self.planes[..copied] {
             let bytes = self.block_bytes(plane);
             for layer in 0..plane.layers {
                 let (src, dst) = (self.block(plane, layer, from), self.block(plane, layer, to));
-                // SAFETY: both blocks lie inside the plane (`checked`); `copy` allows equal ids.
+                // SAFETY: both blocks lie inside the plane (`checked`), and equal ids copy nothing.
                 unsafe {
                     let base = self.planes_base(plane);
-                    std::ptr::copy(base.add(src), base.add(dst), bytes);
+                    if src != dst {
+                        self.move_block(
+                            &self.stream,
+                            base.add(src),
+                            self.device(),
+                            base.add(dst),
+                            self.device(),
+                            bytes,
+                        )?;
+                    }
                 }
             }
         }
+        Ok(())
     }
 
-    /// Copies pages to the host, in order. Nobody writes them meanwhile.
+    /// Moves `bytes` bytes; on a device, in `stream`'s order.
+    ///
+    /// # Safety
+    /// Both ranges are memory of their devices, they do not overlap, and nobody else touches them before the copy is done.
+    unsafe fn move_block(
+        &self,
+        stream: &Stream,
+        from: *const u8,
+        from_device: Device,
+        to: *mut u8,
+        to_device: Device,
+        bytes: usize,
+    ) -> Result<()> {
+        if stream.device() == Device::Cpu {
+            // SAFETY: the caller's promise.
+            unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            let from = TensorRef::from_raw_parts(from, from_device, DType::U8, &[bytes], &[1])?;
+            let to = TensorMut::from_raw_parts(to, to_device, DType::U8, &[bytes], &[1])?;
+            Ok(copy_async(stream, from, to)?)
+        }
+    }
+
+    /// The queue for copies to and from the host, behind all that the cache's stream was given so far.
+    fn copies(&self) -> Result<Stream> {
+        let copies = self.copies.stream();
+        self.behind.record(&self.stream)?;
+        self.behind.hold(&copies)?;
+        Ok(copies)
+    }
+
+    /// Copies pages to the host, in order, and waits for the copies; work that is enqueued meanwhile does not wait. Nobody
+    /// writes the pages meanwhile.
     ///
     /// # Errors
-    /// When the host has no memory for them.
+    /// When the host has no memory for them; what the device says.
     pub(super) fn save(&self, pages: &[i32]) -> Result<HostPages> {
         let each: usize = self.planes.iter().map(|p| self.block_bytes(p) * p.layers).sum();
-        let mut buffer = Buffer::zeroed(each * pages.len())?;
+        let mut buffer = Buffer::pinned(self.device(), each * pages.len())?;
         let bytes = buffer.len();
         let host = buffer.tensor_mut(0, DType::U8, &[bytes])?.as_mut_ptr();
+        let stream = self.copies()?;
         let mut at = 0;
-        self.blocks(pages, |plane, block, bytes| {
+        let saved = self.blocks(pages, |plane, block, bytes| {
             // SAFETY: `blocks` yields blocks inside the planes, `at` walks exactly the buffer's length, and the
-            // two allocations are distinct.
-            unsafe { std::ptr::copy_nonoverlapping(plane.add(block), host.add(at), bytes) };
+            // two allocations are distinct. The copies are waited for below, on every path.
+            unsafe {
+                self.move_block(&stream, plane.add(block), self.device(), host.add(at), Device::Cpu, bytes)?
+            };
             at += bytes;
+            Ok(())
         });
+        let waited = stream.synchronize();
+        saved?;
+        waited?;
         Ok(HostPages { buffer, pages: pages.len() })
     }
 
-    /// Copies saved pages back, into the same number of pages. Nobody else touches them meanwhile.
-    pub(super) fn load(&self, host: &HostPages, pages: &[i32]) {
+    /// Copies saved pages back, into the same number of pages, and waits for the copies. Nobody else touches them meanwhile.
+    ///
+    /// # Errors
+    /// What the device says; the pages hold anything then.
+    pub(super) fn load(&self, host: &HostPages, pages: &[i32]) -> Result<()> {
         assert_eq!(host.pages, pages.len(), "a reload has a page for each one saved");
-        let view = host.buffer.tensor(0, DType::U8, &[host.buffer.len()]).expect("the whole buffer");
+        let view = host.buffer.tensor(0, DType::U8, &[host.buffer.len()])?;
+        let stream = self.copies()?;
         let mut at = 0;
         let first = self.planes_base(&self.planes[0]);
-        self.blocks(pages, |plane, block, bytes| {
+        let loaded = self.blocks(pages, |plane, block, bytes| {
             if planted("reload-forgets-planes") && plane != first {
                 at += bytes;
-                return;
+                return Ok(());
             }
             // SAFETY: as in `save`, which made the buffer with this very walk.
-            unsafe { std::ptr::copy_nonoverlapping(view.as_ptr().add(at), plane.add(block), bytes) };
+            unsafe {
+                let from = view.as_ptr().add(at);
+                self.move_block(&stream, from, Device::Cpu, plane.add(block), self.device(), bytes)?;
+            }
             at += bytes;
+            Ok(())
         });
+        let waited = stream.synchronize();
+        loaded?;
+        Ok(waited?)
     }
 
     /// Calls `each` with a plane's base, a block's offset and its bytes, for every page, plane and layer.
-    fn blocks(&self, pages: &[i32], mut each: impl FnMut(*mut u8, usize, usize)) {
+    fn blocks(&self, pages: &[i32], mut each: impl FnMut(*mut u8, usize, usize) -> Result<()>) -> Result<()> {
         for &page in pages {
             let page = self.checked(page);
             for plane in &self.planes {
                 let bytes = self.block_bytes(plane);
                 for layer in 0..plane.layers {
-                    each(self.planes_base(plane), self.block(plane, layer, page), bytes);
+                    each(self.planes_base(plane), self.block(plane, layer, page), bytes)?;
                 }
             }
         }
+        Ok(())
     }
 
     /// A page id as an index.
@@ -357,6 +440,10 @@ impl KvMemory {
 mod tests {
     use super::*;
 
+    fn slots_of(slots: &[i64]) -> TensorRef<'_> {
+        TensorRef::from_slice(slots, &[slots.len()]).unwrap()
+    }
+
     fn memory() -> KvMemory {
         let layout = KvLayout::Nhd { num_kv_heads: 2, head_dim: 4 };
         let mut config = KvConfig::new(layout, DType::F32, 2, 4);
@@ -367,7 +454,7 @@ mod tests {
             width: 3,
             layers: None,
         }];
-        KvMemory::new(&config).unwrap()
+        KvMemory::new(&config, Stream::cpu()).unwrap()
     }
 
     #[test]
@@ -382,7 +469,7 @@ mod tests {
         let fused: Vec<f32> = (0..2 * 20).map(|i| i as f32).collect(); // two tokens of [k 8 | v 8 | 4 more]
         let k = TensorRef::from_slice_strided(&fused, &[2, 2, 4], &[20, 4, 1]).unwrap();
         let v = TensorRef::from_slice_strided(&fused[8..], &[2, 2, 4], &[20, 4, 1]).unwrap();
-        memory.write(1, &[5, -1], KvEntries::Nhd { k, v }, &Stream::cpu()).unwrap();
+        memory.write(1, slots_of(&[5, -1]), KvEntries::Nhd { k, v }, &Stream::cpu()).unwrap();
         let LayerView::Nhd { k, v } = memory.layer(1).unwrap() else { panic!() };
         let row = |t: TensorRef<'_>| {
             let page = t.select(0, 2).unwrap().select(0, 1).unwrap();
@@ -406,10 +493,12 @@ mod tests {
             t.as_slice::<f32>().unwrap().to_vec()
         };
         for slots in [[2, 3, 8], [2, 3, -2], [2, 3, i64::MAX], [2, 3, i64::MIN]] {
-            assert!(memory.write(0, &slots, KvEntries::Nhd { k: x, v: x }, &Stream::cpu()).is_err());
+            assert!(
+                memory.write(0, slots_of(&slots), KvEntries::Nhd { k: x, v: x }, &Stream::cpu()).is_err()
+            );
             assert_eq!(all(&memory), [0.0; 256]);
         }
-        memory.write(0, &[2, -1, -1], KvEntries::Nhd { k: x, v: x }, &Stream::cpu()).unwrap();
+        memory.write(0, slots_of(&[2, -1, -1]), KvEntries::Nhd { k: x, v: x }, &Stream::cpu()).unwrap();
         assert_eq!(all(&memory).iter().sum::<f32>(), 16.0);
     }
 
@@ -417,12 +506,12 @@ mod tests {
     fn latents_lie_beside_their_rotary_parts_which_may_be_absent() {
         for e in [2usize, 0] {
             let layout = KvLayout::Mla { kv_lora_rank: 3, qk_rope_head_dim: e };
-            let memory = KvMemory::new(&KvConfig::new(layout, DType::F32, 2, 3)).unwrap();
+            let memory = KvMemory::new(&KvConfig::new(layout, DType::F32, 2, 3), Stream::cpu()).unwrap();
             let ckv = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
             let kpe = [-1f32, -2.0, -3.0, -4.0];
             let ckv = TensorRef::from_slice(&ckv, &[2, 3]).unwrap();
             let kpe = TensorRef::from_slice(&kpe[..2 * e], &[2, e]).unwrap();
-            memory.write(0, &[5, 2], KvEntries::Mla { ckv, kpe }, &Stream::cpu()).unwrap();
+            memory.write(0, slots_of(&[5, 2]), KvEntries::Mla { ckv, kpe }, &Stream::cpu()).unwrap();
             let LayerView::Mla { latent } = memory.layer(0).unwrap() else { panic!() };
             let row = |page, slot| {
                 let row = latent.select(0, page).unwrap().select(0, slot).unwrap();
@@ -432,7 +521,7 @@ mod tests {
             assert_eq!(row(1, 0), [&[4.0, 5.0, 6.0][..], &[-3.0, -4.0][..e]].concat());
             assert_eq!((row(1, 1), row(2, 0)), (vec![0.0; 3 + e], vec![0.0; 3 + e]));
             let wrong = KvEntries::Nhd { k: ckv, v: ckv };
-            assert!(memory.write(0, &[5, 2], wrong, &Stream::cpu()).is_err());
+            assert!(memory.write(0, slots_of(&[5, 2]), wrong, &Stream::cpu()).is_err());
         }
     }
 
@@ -442,14 +531,16 @@ mod tests {
         for layer in 0..2u8 {
             let ones = [f32::from(layer + 1); 16];
             let x = TensorRef::from_slice(&ones, &[2, 2, 4]).unwrap();
-            memory.write(layer.into(), &[2, 3], KvEntries::Nhd { k: x, v: x }, &Stream::cpu()).unwrap();
+            memory
+                .write(layer.into(), slots_of(&[2, 3]), KvEntries::Nhd { k: x, v: x }, &Stream::cpu())
+                .unwrap();
             let scales = [layer + 7; 6];
             let scales = TensorRef::from_slice(&scales, &[2, 3]).unwrap();
-            memory.write_plane(1, layer.into(), &[2, 3], scales, &Stream::cpu()).unwrap();
+            memory.write_plane(1, layer.into(), slots_of(&[2, 3]), scales, &Stream::cpu()).unwrap();
         }
-        memory.copy_page(1, 2);
+        memory.copy_page(1, 2).unwrap();
         let host = memory.save(&[2]).unwrap();
-        memory.load(&host, &[3]);
+        memory.load(&host, &[3]).unwrap();
         for layer in 0..2u8 {
             let LayerView::Nhd { v, .. } = memory.layer(layer.into()).unwrap() else { panic!() };
             let scales = memory.plane("scales", layer.into()).unwrap();
@@ -474,16 +565,16 @@ mod tests {
             layers: Some(vec![0, 2]),
         };
         config.planes = vec![plane];
-        let memory = KvMemory::new(&config).unwrap();
+        let memory = KvMemory::new(&config, Stream::cpu()).unwrap();
         assert_eq!(memory.bytes(), config.memory_bytes().unwrap());
         for layer in [0u8, 2] {
             let entries = [layer + 1; 10];
             let entries = TensorRef::from_slice(&entries, &[2, 5]).unwrap();
-            memory.write_plane(1, layer.into(), &[2, 3], entries, &Stream::cpu()).unwrap();
+            memory.write_plane(1, layer.into(), slots_of(&[2, 3]), entries, &Stream::cpu()).unwrap();
         }
-        memory.copy_page(1, 2);
+        memory.copy_page(1, 2).unwrap();
         let host = memory.save(&[2]).unwrap();
-        memory.load(&host, &[3]);
+        memory.load(&host, &[3]).unwrap();
         for layer in [0u8, 2] {
             let keys = memory.plane("keys", layer.into()).unwrap();
             assert_eq!(keys.select(0, 3).unwrap().as_slice::<u8>().unwrap(), [layer + 1; 10]);

@@ -37,6 +37,7 @@ mod reserve;
 mod resource;
 mod ring;
 mod settle;
+mod slots;
 mod stats;
 mod store;
 mod stream;

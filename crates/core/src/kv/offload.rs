@@ -118,6 +118,17 @@ impl Ledger {
         }
     }
 
+    /// Gives the pages of a reload back whose copy failed; the request is where it was.
+    pub(super) fn cancel_reload(
+        &mut self,
+        request: &RequestId,
+        host: HostPages,
+        pages: &[PageId],
+    ) -> Result<()> {
+        self.request_mut(request)?.place = Place::Host(host);
+        self.release_all(pages.iter().copied())
+    }
+
     /// The copy is done: the request is resident again.
     pub(super) fn end_reload(&mut self, request: &RequestId, pages: &[PageId]) -> Result<()> {
         let labels: Vec<Label> = self.request(request)?.streams.keys().cloned().collect();

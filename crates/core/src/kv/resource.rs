@@ -32,7 +32,15 @@ impl PagedKvCache {
     /// # Errors
     /// An impossible geometry, or memory that cannot be had.
     pub fn new(name: ResourceName, config: KvConfig) -> Result<PagedKvCache> {
-        Ok(PagedKvCache { store: PagedStore::new(name.clone(), config)?, name })
+        PagedKvCache::on(Stream::cpu(), name, config)
+    }
+
+    /// As [`PagedKvCache::new`], with pages on `stream`'s device; see [`PagedStore::on`].
+    ///
+    /// # Errors
+    /// As [`PagedKvCache::new`].
+    pub fn on(stream: Stream, name: ResourceName, config: KvConfig) -> Result<PagedKvCache> {
+        Ok(PagedKvCache { store: PagedStore::on(stream, name.clone(), config)?, name })
     }
 
     /// The store itself.

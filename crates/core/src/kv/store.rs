@@ -16,6 +16,7 @@ use super::ledger::{Ledger, Place};
 use super::memory::KvMemory;
 use super::offload::Reload;
 use super::prefix::blake3_page;
+use super::slots::StagedSlots;
 use super::stats::{KvStats, StreamState};
 use super::{KvConfig, KvEntries, KvEvent, KvPlan, LayerView, Namespace, PageHash, PageNeed};
 use crate::resource::{Ingest, PaddedShape, Promotion};
@@ -27,6 +28,7 @@ use crate::{Error, Label, Outcome, PlanId, RequestId, ResourceName, Result, Slot
 pub struct PagedStore {
     config: KvConfig,
     memory: KvMemory,
+    slots: StagedSlots,
     namespace: Mutex<Namespace>,
     ledger: Mutex<Ledger>,
 }
@@ -37,7 +39,16 @@ impl PagedStore {
     /// # Errors
     /// An impossible geometry, or memory that cannot be had.
     pub fn new(name: ResourceName, config: KvConfig) -> Result<PagedStore> {
-        PagedStore::with_hash(name, config, blake3_page)
+        PagedStore::on(Stream::cpu(), name, config)
+    }
+
+    /// As [`PagedStore::new`], with pages on `stream`'s device. The store enqueues what it does to them there: give it the
+    /// stream that layers run on.
+    ///
+    /// # Errors
+    /// As [`PagedStore::new`].
+    pub fn on(stream: Stream, name: ResourceName, config: KvConfig) -> Result<PagedStore> {
+        PagedStore::made(stream, name, config, blake3_page)
     }
 
     /// As [`PagedStore::new`], with page keys of another hash. Tokens and parents are compared whatever it is.
@@ -45,10 +56,15 @@ impl PagedStore {
     /// # Errors
     /// As [`PagedStore::new`].
     pub fn with_hash(name: ResourceName, config: KvConfig, hash: PageHash) -> Result<PagedStore> {
-        let memory = KvMemory::new(&config)?;
+        PagedStore::made(Stream::cpu(), name, config, hash)
+    }
+
+    fn made(stream: Stream, name: ResourceName, config: KvConfig, hash: PageHash) -> Result<PagedStore> {
+        let memory = KvMemory::new(&config, stream)?;
+        let slots = StagedSlots::on(stream);
         let namespace = Mutex::new(Namespace::new(&config, &[]));
         let ledger = Mutex::new(Ledger::new(name, &config, hash));
-        Ok(PagedStore { config, memory, namespace, ledger })
+        Ok(PagedStore { config, memory, slots, namespace, ledger })
     }
 
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
@@ -140,6 +156,12 @@ impl PagedStore {
                 let packed = plans.pack(id, rows, self.config.page_size, bucket);
                 packed.map_err(|why| Error::Step { resource: name.clone(), why })?;
             }
+            for label in &labels {
+                let id = PlanId { slot: step.slot, label: label.clone(), serial };
+                if let Some(plan) = plans.get(&id) {
+                    self.slots.stage(&plan)?;
+                }
+            }
             step.planned = Some(labels);
             step.ahead
         };
@@ -152,13 +174,13 @@ impl PagedStore {
     /// # Errors
     /// A step that is not outstanding, or not promoted.
     pub fn prepare(&self, serial: StepSerial) -> Result<()> {
-        self.gate(serial)?.copy(&self.memory).map_err(|barred| barred_from(serial, &barred))
+        self.gate(serial)?.copy(&self.memory).map_err(|barred| barred_from(serial, barred))
     }
 
     /// The gate of a step whose turn has come.
     fn gate(&self, serial: StepSerial) -> Result<Arc<Gate>> {
         match self.ledger().step(serial) {
-            None => Err(barred_from(serial, &Barred::Closed)),
+            None => Err(barred_from(serial, Barred::Closed)),
             Some(step) if step.ahead => {
                 let why = format!("step {serial} was planned ahead; promote it first");
                 Err(Error::Order { call: "write", why })
@@ -191,8 +213,10 @@ impl PagedStore {
             ledger.step(serial).expect("the check found it").gate.clone()
         };
         // A step that wrote nothing still keeps its forks' content.
-        if gate.copy(&self.memory).is_ok() {
-            gate.close();
+        match gate.copy(&self.memory) {
+            Ok(()) => gate.close(),
+            Err(Barred::Failed(error)) => return Err(error),
+            Err(Barred::Closed | Barred::Busy) => {}
         }
         self.ledger().commit(&self.config, serial)
     }
@@ -258,8 +282,8 @@ impl PagedStore {
     pub fn write_kv(&self, id: &PlanId, layer: usize, entries: KvEntries<'_>, stream: &Stream) -> Result<()> {
         let (plan, gate) = (self.kv_plan(id)?, self.gate(id.serial)?);
         let extent = Extent { plan: Arc::as_ptr(&plan).addr(), layer, plane: 0 };
-        let write = || self.memory.write(layer, &plan.slots, entries, stream);
-        gate.pass(&self.memory, extent, write).map_err(|barred| barred_from(id.serial, &barred))?
+        let write = || self.slots.of(&plan, |slots| self.memory.write(layer, slots, entries, stream));
+        gate.pass(&self.memory, extent, write).map_err(|barred| barred_from(id.serial, barred))?
     }
 
     /// Writes a step's entries `[T, width]` of one layer of a further plane; otherwise as [`PagedStore::write_kv`].
@@ -277,8 +301,9 @@ impl PagedStore {
         let (plan, gate) = (self.kv_plan(id)?, self.gate(id.serial)?);
         let plane = self.memory.plane_index(name)?;
         let extent = Extent { plan: Arc::as_ptr(&plan).addr(), layer, plane };
-        let write = || self.memory.write_plane(plane, layer, &plan.slots, entries, stream);
-        gate.pass(&self.memory, extent, write).map_err(|barred| barred_from(id.serial, &barred))?
+        let write =
+            || self.slots.of(&plan, |slots| self.memory.write_plane(plane, layer, slots, entries, stream));
+        gate.pass(&self.memory, extent, write).map_err(|barred| barred_from(id.serial, barred))?
     }
 
     /// Empties a request's streams; `free` gives its pages back too, else those it alone owns stay for its use.
@@ -326,7 +351,10 @@ impl PagedStore {
             Reload::Copy(host, pages) => {
                 let mut into = pages.clone();
                 into.rotate_left(usize::from(planted("reload-wrong-page") && pages.len() > 1));
-                self.memory.load(&host, &into);
+                if let Err(error) = self.memory.load(&host, &into) {
+                    self.ledger().cancel_reload(request, host, &pages)?;
+                    return Err(error);
+                }
                 self.ledger().end_reload(request, &pages)?;
                 Ok(Outcome::Admitted)
             }
@@ -442,8 +470,9 @@ impl PagedStore {
 }
 
 /// Why a step's gate let nobody in.
-pub(super) fn barred_from(serial: StepSerial, barred: &Barred) -> Error {
+pub(super) fn barred_from(serial: StepSerial, barred: Barred) -> Error {
     let why = match barred {
+        Barred::Failed(error) => return error,
         Barred::Closed => format!("step {serial} is not outstanding; admit and plan it first"),
         Barred::Busy => {
             format!("this layer of step {serial} is being written by another thread; write it once")

@@ -75,12 +75,12 @@ impl DsaManager {
     /// What [`DsaFactory`] does not serve, with the reason; no cache, one without latents or without the plane that `index`
     /// asks for; memory that cannot be had.
     pub fn build(cx: &BuildContext, index: &IndexGeometry) -> Result<DsaManager> {
-        if let Err(reason) = supports(cx.device, &cx.geometry, index) {
+        if let Err(reason) = supports(cx.device(), &cx.geometry, index) {
             let operation = "sparse attention";
-            let error = mstar_kernels::Error::Unsupported { operation, device: cx.device, why: reason.0 };
+            let error = mstar_kernels::Error::Unsupported { operation, device: cx.device(), why: reason.0 };
             return Err(Error::backend(cx.name.as_str(), error));
         }
-        let kv = cx.host_pages("sparse attention")?;
+        let kv = cx.paged_cache()?;
         if kv.config().layout != cx.geometry.layout || kv.config().page_size != cx.geometry.page_size {
             let why = format!("the cache {} has other latents than the geometry says", kv.name());
             return Err(cx.refuse("kv_cache", &why, &kv.config().layout));

@@ -258,7 +258,7 @@ fn what_cannot_be_built_says_why() {
     build(&setup, &|_| {}).unwrap();
     let said = |change: &dyn Fn(&mut mstar_core::attend::BuildContext)| build(&setup, change).unwrap_err();
     assert!(said(&|cx| cx.kv_cache = None).contains("kv_cache: name the cache"));
-    assert!(said(&|cx| cx.device = Device::Cuda(0)).contains("no kernels for cuda:0"));
+    assert!(said(&|cx| cx.stream = elsewhere()).contains("no kernels for cuda:0"));
     assert!(said(&|cx| cx.geometry.softmax.window_left = Some(3)).contains("no window_left"));
     assert!(said(&|cx| cx.geometry.softmax.sm_scale = f32::NAN).contains("sm_scale"));
     let nhd = KvLayout::Nhd { num_kv_heads: 1, head_dim: 8 };
@@ -321,4 +321,10 @@ fn the_factory_says_how_well_it_serves_and_how_much_it_takes() {
             assert_eq!(rig.dsa.bytes() % said, 0);
         }
     }
+}
+
+/// A stream of a card, which nothing is put into.
+fn elsewhere() -> Stream {
+    // SAFETY: null is every device's default stream.
+    unsafe { Stream::from_raw(Device::Cuda(0), std::ptr::null_mut()) }
 }

@@ -67,7 +67,7 @@ fn build_context(name: &str, kv: &Arc<PagedKvCache>, softmax: Softmax) -> BuildC
     BuildContext {
         name: name.into(),
         geometry: AttnGeometry::over(kv.config(), H, DType::F32, softmax),
-        device: Device::Cpu,
+        stream: Stream::cpu(),
         kv_cache: Some(Arc::clone(kv) as Arc<dyn PagedKv>),
         ring: None,
         query_from: None,

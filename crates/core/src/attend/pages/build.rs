@@ -17,19 +17,32 @@ impl BuildContext {
         Error::backend(self.name.as_str(), refused)
     }
 
-    /// The cache of a resource that needs one, on the CPU; `operation` is what it would do elsewhere.
+    /// Where it runs.
+    pub fn device(&self) -> Device {
+        self.stream.device()
+    }
+
+    /// The cache of a resource that needs one.
     ///
     /// # Errors
-    /// Another device, or no cache.
-    pub fn host_pages(&self, operation: &'static str) -> Result<Arc<dyn PagedKv>> {
-        if self.device != Device::Cpu {
-            let why = "this build attends paged caches on the CPU only; say device: cpu".into();
-            let error = mstar_kernels::Error::Unsupported { operation, device: self.device, why };
-            return Err(Error::backend(self.name.as_str(), error));
-        }
+    /// No cache.
+    pub fn paged_cache(&self) -> Result<Arc<dyn PagedKv>> {
         match &self.kv_cache {
             Some(kv) => Ok(Arc::clone(kv)),
             None => Err(self.refuse("kv_cache", "name the cache whose pages are attended", &"nothing")),
         }
+    }
+
+    /// Refuses a device other than the CPU; `operation` is what the resource would do there.
+    ///
+    /// # Errors
+    /// Another device.
+    pub fn host_only(&self, operation: &'static str) -> Result<()> {
+        if self.device() == Device::Cpu {
+            return Ok(());
+        }
+        let why = "this build runs it on the CPU only; say device: cpu".into();
+        let error = mstar_kernels::Error::Unsupported { operation, device: self.device(), why };
+        Err(Error::backend(self.name.as_str(), error))
     }
 }

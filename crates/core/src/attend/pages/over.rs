@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use mstar_kernels::cpu::gather::gather_rows;
+use mstar_kernels::cpu::gather::gather_rows_at;
 use mstar_kernels::{TensorMut, TensorRef};
 
 use super::{Planner, Plans, declared};
@@ -120,8 +120,8 @@ impl<B: OverPages> Resource for B {
         Ok(())
     }
 
-    /// A run on the CPU reads the plan itself and returns when it is done: nothing is staged that a later plan could
-    /// overwrite while it is read.
+    /// A run on the CPU reads the plan itself and returns when it is done; on a device what is staged for a later step is
+    /// enqueued behind the runs that read what was there. Nothing is overwritten while it is read.
     fn force_double_buffer(&self) -> bool {
         false
     }
@@ -171,8 +171,7 @@ impl<B: OverPages> Attention for B {
         out: TensorMut<'_>,
     ) -> Result<()> {
         let stored = self.plans().get(forward.plan_id())?;
-        let last = self.plans().planner().last_tokens(stored.plan());
-        self.plans().said(gather_rows(forward.stream(), hidden, last, out))
+        self.plans().said(gather_rows_at(forward.stream(), hidden, stored.last_tokens()?, out))
     }
 
     fn qo_indptr_buf(&self, plan: &PlanId) -> Result<IndexBuf> {

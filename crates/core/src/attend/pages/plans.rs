@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use mstar_kernels::mutant::planted;
 use mstar_kernels::plan::{Capacity, Planned, Workspace};
+use mstar_kernels::{DType, Staged, Stream, TensorRef};
 
 use super::{Arrays, RowTable, WorkspacePool};
 use crate::attend::{IndexBuf, StepShape, Work};
@@ -40,6 +41,13 @@ pub trait Planner: Debug + Send + Sync {
         rows: &RowTable<'_>,
         capacity: Option<Capacity>,
     ) -> Result<Planned, mstar_kernels::Error>;
+
+    /// Enqueues what the device reads of a plan that was made or made anew; nothing on the CPU, which reads the plan itself.
+    /// Never waits for the device.
+    ///
+    /// # Errors
+    /// A kernel that cannot be built, memory that cannot be had, what the device says.
+    fn stage(&self, plan: &mut Self::Plan, stream: &Stream) -> Result<(), mstar_kernels::Error>;
 
     /// Scratch that running the plan needs.
     fn workspace_bytes(&self, plan: &Self::Plan) -> usize;
@@ -90,6 +98,7 @@ pub struct StoredPlan<T> {
     workspace: Arc<Mutex<Workspace>>,
     qo_indptr: IndexBuf,
     kv_len: IndexBuf,
+    last_tokens: Staged,
     work: Work,
 }
 
@@ -107,6 +116,14 @@ impl<T> StoredPlan<T> {
     /// `[R]`: the rows' planned key lengths.
     pub fn kv_len(&self) -> &IndexBuf {
         &self.kv_len
+    }
+
+    /// `[R]` i64, on the device: packed index of each row's last query token; -1 for a row without one.
+    ///
+    /// # Errors
+    /// Never for a value in hand; the view is checked like any other.
+    pub fn last_tokens(&self) -> Result<TensorRef<'_>> {
+        Ok(self.last_tokens.tensor(DType::I64, &[self.last_tokens.len() / DType::I64.size()])?)
     }
 
     /// The least work of one layer.
@@ -150,6 +167,7 @@ struct Places<T> {
 /// The plans of one attention resource, and the scratch that runs them.
 #[derive(Debug)]
 pub struct Plans<P: Planner> {
+    stream: Stream,
     name: ResourceName,
     planner: P,
     places: Mutex<Places<P::Plan>>,
@@ -159,10 +177,17 @@ pub struct Plans<P: Planner> {
 }
 
 impl<P: Planner> Plans<P> {
-    /// No plan yet, for the resource `name`. Each workspace has `foreseen` bytes from the first, and index buffers have
+    /// No plan yet, for the resource `name` on `stream`, which plans are staged on. Each workspace has `foreseen` bytes from the first, and index buffers have
     /// room for the rows of `largest`.
-    pub fn new(name: ResourceName, planner: P, largest: Option<StepShape>, foreseen: usize) -> Plans<P> {
+    pub fn new(
+        stream: Stream,
+        name: ResourceName,
+        planner: P,
+        largest: Option<StepShape>,
+        foreseen: usize,
+    ) -> Plans<P> {
         Plans {
+            stream,
             name,
             planner,
             places: Mutex::new(Places {
@@ -170,7 +195,7 @@ impl<P: Planner> Plans<P> {
                 counts: PlanCounts::default(),
                 captured: None,
             }),
-            workspaces: WorkspacePool::with_bound(foreseen),
+            workspaces: WorkspacePool::on(stream.device(), foreseen),
             largest_rows: largest.map_or(0, |largest| largest.rows),
         }
     }
@@ -178,6 +203,11 @@ impl<P: Planner> Plans<P> {
     /// The resource's name.
     pub fn name(&self) -> &ResourceName {
         &self.name
+    }
+
+    /// The queue that plans are staged on, and layers run on.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
     }
 
     /// What makes the plans.
@@ -266,8 +296,11 @@ impl<P: Planner> Plans<P> {
                 };
                 if planned == Planned::Changed {
                     stored.workspace = self.reserve(&key, &stored.plan)?;
+                    self.said(self.planner.stage(&mut stored.plan, &self.stream))?;
                     stored.qo_indptr.set(rows.qo_indptr)?;
                     stored.kv_len.set(rows.kv_len)?;
+                    let last = bytemuck::cast_slice(self.planner.last_tokens(&stored.plan));
+                    stored.last_tokens.set(&self.stream, last)?;
                     stored.work = self.planner.work(rows);
                     places.counts.made += 1;
                 } else {
@@ -278,16 +311,21 @@ impl<P: Planner> Plans<P> {
                 return Ok(());
             }
         }
-        let plan = self.said(self.planner.make(rows, capacity))?;
+        let mut plan = self.said(self.planner.make(rows, capacity))?;
+        self.said(self.planner.stage(&mut plan, &self.stream))?;
         let workspace = self.reserve(&key, &plan)?;
         let most =
             self.largest_rows.max(capacity.map_or(0, |c| c.rows)).max(places.captured.map_or(0, |c| c.rows));
-        let mut qo_indptr = IndexBuf::with_capacity((most + 1).max(rows.qo_indptr.len()))?;
-        let mut kv_len = IndexBuf::with_capacity(most.max(rows.kv_len.len()))?;
+        let mut qo_indptr = IndexBuf::with_capacity(&self.stream, (most + 1).max(rows.qo_indptr.len()))?;
+        let mut kv_len = IndexBuf::with_capacity(&self.stream, most.max(rows.kv_len.len()))?;
         qo_indptr.set(rows.qo_indptr)?;
         kv_len.set(rows.kv_len)?;
-        let stored =
-            Arc::new(StoredPlan { plan, workspace, qo_indptr, kv_len, work: self.planner.work(rows) });
+        let last: &[u8] = bytemuck::cast_slice(self.planner.last_tokens(&plan));
+        let room = most.max(rows.num_rows()) * DType::I64.size();
+        let mut last_tokens = Staged::with_capacity(&self.stream, room)?;
+        last_tokens.set(&self.stream, last)?;
+        let work = self.planner.work(rows);
+        let stored = Arc::new(StoredPlan { plan, workspace, qo_indptr, kv_len, last_tokens, work });
         places.by_key.insert(key, Place { serial: Some(id.serial), stored });
         places.counts.made += 1;
         Ok(())

@@ -3,29 +3,25 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use mstar_kernels::Result;
 use mstar_kernels::plan::Workspace;
+use mstar_kernels::{Device, Result};
 
 use super::EagerSlotKey;
 
 /// The workspaces of one resource. Each outlives any single step, grows when a plan of its label and slot needs more,
 /// and is never larger than the largest of those plans has needed, or than what was foreseen.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct WorkspacePool {
+    device: Device,
     foreseen: usize,
     workspaces: Mutex<HashMap<EagerSlotKey, Arc<Mutex<Workspace>>>>,
 }
 
 impl WorkspacePool {
-    /// None yet.
-    pub fn new() -> WorkspacePool {
-        WorkspacePool::default()
-    }
-
-    /// None yet; each will have `foreseen` bytes from the first, as [`workspace_bound`](super::workspace_bound) says of
-    /// the largest step.
-    pub fn with_bound(foreseen: usize) -> WorkspacePool {
-        WorkspacePool { foreseen, ..WorkspacePool::default() }
+    /// None yet. Each will be on `device`, and have `foreseen` bytes from the first, as
+    /// [`workspace_bound`](super::workspace_bound) says of the largest step.
+    pub fn on(device: Device, foreseen: usize) -> WorkspacePool {
+        WorkspacePool { device, foreseen, workspaces: Mutex::default() }
     }
 
     /// The workspace of `key`, of at least `bytes` bytes.
@@ -38,7 +34,7 @@ impl WorkspacePool {
             workspace.lock().unwrap_or_else(PoisonError::into_inner).reserve_bytes(bytes)?;
             return Ok(Arc::clone(workspace));
         }
-        let workspace = Arc::new(Mutex::new(Workspace::with_bytes(bytes.max(self.foreseen))?));
+        let workspace = Arc::new(Mutex::new(Workspace::on(self.device, bytes.max(self.foreseen))?));
         workspaces.insert(key.clone(), Arc::clone(&workspace));
         Ok(workspace)
     }
@@ -57,7 +53,7 @@ mod tests {
 
     #[test]
     fn workspaces_are_per_label_and_slot_grow_and_are_kept() {
-        let pool = WorkspacePool::new();
+        let pool = WorkspacePool::on(Device::Cpu, 0);
         let key = |label: &str, slot| EagerSlotKey { label: label.into(), slot: Slot(slot) };
         let (small, large) = (640, 64_000);
         let first = pool.reserve(&key("main", 0), small).unwrap();
@@ -72,7 +68,7 @@ mod tests {
 
     #[test]
     fn what_was_foreseen_is_there_from_the_first() {
-        let pool = WorkspacePool::with_bound(4096);
+        let pool = WorkspacePool::on(Device::Cpu, 4096);
         let key = EagerSlotKey { label: "main".into(), slot: Slot(0) };
         pool.reserve(&key, 10).unwrap();
         assert_eq!(pool.bytes(), 4096);

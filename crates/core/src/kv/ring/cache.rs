@@ -226,7 +226,7 @@ impl RingKv for RingCache {
             writes.note(label, layer);
             Ok(())
         };
-        writes.gate.enter(extent, write).map_err(|barred| barred_from(id.serial, &barred))??;
+        writes.gate.enter(extent, write).map_err(|barred| barred_from(id.serial, barred))??;
         Ok(RingView { layer: self.memory.layer(layer)?, group: self.groups.of_layer[layer], plan })
     }
 

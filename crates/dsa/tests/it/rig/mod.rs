@@ -19,7 +19,7 @@ use mstar_core::step::{Declaration, KvStep};
 use mstar_core::{Engine, Forward, Ingest, Label, PlanId, PlannedStep, RequestId, Resource, Segment, Step};
 use mstar_dsa::DsaManager;
 use mstar_kernels::synth::{Kind, chain};
-use mstar_kernels::{Buffer, DType, Device, Stream, TensorMut, TensorRef};
+use mstar_kernels::{Buffer, DType, Stream, TensorMut, TensorRef};
 
 pub(crate) use inputs::Inputs;
 use inputs::{bytes, chained, floats};
@@ -99,7 +99,7 @@ impl Setup {
         BuildContext {
             name: "dsa".into(),
             geometry: AttnGeometry::over(&self.config(), H, self.dtype, Softmax::scaled(SCALE)),
-            device: Device::Cpu,
+            stream: Stream::cpu(),
             kv_cache: kv.map(|kv| kv as Arc<dyn PagedKv>),
             ring: None,
             query_from: None,
