@@ -1,5 +1,7 @@
 // Latent attention over a work list: an item is some query tokens of one row under all heads, over one leaf of its keys.
-// Items of more than ROWS query vectors are cut into CHUNKS pieces, which read the same latents.
+// Items of more than ROWS query vectors are cut into pieces, which read the same latents.
+//
+// Defines: those of latent.cuh, and PIECES, those of the largest item (a multiple of those that one token's heads make).
 
 #include "latent.cuh"
 #include "finish.cuh"
@@ -11,13 +13,15 @@ MSTAR_KERNEL(latent_attend, Attend, latent::THREADS, MIN_BLOCKS) {
     const u32 C = p.Dv, E = p.D - p.Dv;
     const bool aligned = (p.flags & ALIGNED) && C % 8 == 0 && E % 8 == 0, causal = p.flags & CAUSAL;
     const Span span = items_of(p);
-    // Pieces of an item are neighbours, so that the second finds the latents of the first nearby.
-    for (u32 at = span.begin * CHUNKS + block_x(); at < span.end * CHUNKS; at += grid_x()) {
-        const Item item = items_of(image)[at / CHUNKS];
+    // Pieces that every item has are neighbours, so that the second finds the latents of the first nearby; those that only
+    // items of several tokens have come after all of them.
+    const u32 sure = (p.H + ROWS - 1) / ROWS, units = (span.end - span.begin) * sure;
+    for (u32 at = block_x(); at < units / sure * PIECES; at += grid_x()) {
+        const Item item = items_of(image)[span.begin + at % units / sure];
         const Member member = members_of(image)[item.member_begin];
         const Row row = rows_of(image)[member.row];
         const Output output = output_of(p, item, member, row);
-        const u32 first = at % CHUNKS * ROWS;
+        const u32 first = (at / units * sure + at % sure) * ROWS;
         if (first >= output.lanes) continue;
         const Queries queries = queries_of<LATENTS>(p, row, item.q_begin, 0, sizeof(Element));
         const Keys keys = keys_of<LATENTS>(p, member.row, row, 0, sizeof(Element));

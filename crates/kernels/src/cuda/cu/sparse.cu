@@ -2,7 +2,7 @@
 // order in which it was listed. A block has up to ROWS heads of a row over one leaf of its picks; a row of several leaves leaves
 // states, which picks.cu joins.
 //
-// Defines: those of latent.cuh, and CHUNKS, pieces that H heads are cut into.
+// Defines: those of latent.cuh, and PIECES, those that H heads are cut into.
 
 #include "latent.cuh"
 #include "sparse.cuh"
@@ -13,9 +13,9 @@ MSTAR_KERNEL(sparse_attend, Sparse, latent::THREADS, MIN_BLOCKS) {
     const u32 rows = end_row > p.row_begin ? end_row - p.row_begin : 0;
     const Element* latents = reinterpret_cast<const Element*>(p.latents);
     // Pieces of a leaf are neighbours, so that the second finds the latents of the first nearby.
-    for (u64 unit = block_x(); unit < u64(rows) * p.leaves * CHUNKS; unit += grid_x()) {
-        const u32 first = u32(unit % CHUNKS) * ROWS, leaf = u32(unit / CHUNKS % p.leaves);
-        const u32 row = p.row_begin + u32(unit / CHUNKS / p.leaves);
+    for (u64 unit = block_x(); unit < u64(rows) * p.leaves * PIECES; unit += grid_x()) {
+        const u32 first = u32(unit % PIECES) * ROWS, leaf = u32(unit / PIECES % p.leaves);
+        const u32 row = p.row_begin + u32(unit / PIECES / p.leaves);
         const i32 request = request_of(p.table, row);
         if (request < 0) continue;
         const Picks picks = picks_of(p, row);
