@@ -12,7 +12,7 @@ use crate::{Device, Error, Result, Stream, TensorMut, TensorRef};
 
 use super::image::Layout;
 use super::params::{ALIGNED, Attend, CAUSAL, PER_HEAD, PREFIX_PAGES, Place, View, Walk};
-use super::{Choice, merge, mods, plain};
+use super::{Choice, latents, merge, mods, plain};
 
 /// What a device has of a work list. A copy of a list has nothing on a device.
 #[derive(Default)]
@@ -234,8 +234,8 @@ impl OnDevice {
 }
 
 /// The kernel made for a list's kind and shapes, if there is one.
-fn special(_work: &WorkList, _walk: Walk, _mods: &mods::Kinds, _context: &Context) -> Option<Choice> {
-    None
+fn special(work: &WorkList, walk: Walk, _mods: &mods::Kinds, context: &Context) -> Option<Choice> {
+    latents::choose(work, walk, context)
 }
 
 /// Per-head numbers of a call on a device: `[H]` f32 each.

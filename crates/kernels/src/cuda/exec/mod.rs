@@ -10,11 +10,13 @@
 //! | `image` | a list as bytes |
 //! | `params` | what kernels are given, as `cu/list.cuh` has it |
 //! | `list` | a list on a device: staging, choosing kernels, launching them |
+//! | `latents` | the kernel of latents on tensor cores |
 //! | `plain` | the kernel of f32 and of odd shapes |
 //! | `merge` | joining what items left |
 //! | `mods` | mods over blocks: which, and their numbers |
 
 mod image;
+mod latents;
 mod list;
 mod merge;
 mod mods;

@@ -1,0 +1,84 @@
+//! The kernel of latents on tensor cores: which variant takes a list, or attention over picks.
+
+use crate::cuda::Context;
+use crate::cuda::jit::{Key, Unit};
+use crate::paged::{LATENT_LANES, Stored};
+use crate::work::{Item, WorkList};
+use crate::{DType, paged};
+
+use super::Choice;
+use super::params::{Walk, number};
+
+const THREADS: u32 = 256;
+/// Latents a tile.
+const KEYS: usize = 32;
+/// The widest latent and value that results and queries have room for.
+const MAX_DEPTH: usize = 640;
+const MAX_WIDTH: usize = 512;
+/// Bytes of shared memory that a multiprocessor keeps of each block.
+const RESERVED: usize = 1024;
+
+/// The variant for some items of a list; `None` where there is none: other types, wider latents.
+pub(super) fn choose(work: &WorkList, walk: Walk, context: &Context) -> Option<Choice> {
+    if work.stored != Stored::Latents {
+        return None;
+    }
+    let geometry = &work.geometry;
+    let items = match walk {
+        Walk::Few => &work.items[..work.few],
+        Walk::Many => &work.items[work.few..],
+        Walk::All => &work.items[..],
+    };
+    let heads = geometry.num_qo_heads;
+    let lanes = |item: &Item| item.q_count as usize * heads;
+    let largest = items.iter().map(lanes).max().unwrap_or(0).max(heads);
+    // Lists to come, which a captured run goes over, may have items of as many tokens as there can be.
+    let most = largest.max((LATENT_LANES / heads).max(1) * heads);
+    variant(Key::new(Unit::LATENT, "latent_attend"), geometry, largest, most, context)
+}
+
+/// The variant of a kernel for items of mostly up to `usual` query vectors, at most `most`.
+pub(super) fn variant(
+    key: Key,
+    geometry: &paged::Geometry,
+    usual: usize,
+    most: usize,
+    context: &Context,
+) -> Option<Choice> {
+    let (depth, width) = (geometry.head_dim_qk, geometry.head_dim_vo);
+    let types = (geometry.q_dtype, geometry.kv_dtype);
+    if !matches!(types, (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16))
+        || depth > MAX_DEPTH
+        || width > MAX_WIDTH
+    {
+        return None;
+    }
+    let (depth, width) = (depth.next_multiple_of(64), width.next_multiple_of(128));
+    let all = context.shared_per_block_optin() as usize;
+    let wanted = [16, 32, 64].into_iter().find(|&rows| usual <= rows).unwrap_or(64);
+    // Fewer query vectors a block, where more do not fit.
+    let fits = [64, 32, 16].into_iter().filter(|&rows| rows <= wanted);
+    let (rows, stages, blocks) = fits.into_iter().find_map(|rows| {
+        let stages = |room: usize| (2..=4).rev().find(|&stages| shared_bytes(rows, depth, width, stages) <= room);
+        // Two small blocks hide each other's barriers.
+        let two = if rows == 16 { stages((all + RESERVED) / 2 - RESERVED) } else { None };
+        two.map(|stages| (rows, stages, 2)).or_else(|| Some((rows, stages(all)?, 1)))
+    })?;
+    // What every item has, a token's heads, comes first; see the kernel.
+    let sure = geometry.num_qo_heads.div_ceil(rows);
+    let key = key
+        .with("Q_TYPE", number(geometry.q_dtype))
+        .with("ROWS", rows as i64)
+        .with("DEPTH", depth as i64)
+        .with("WIDTH", width as i64)
+        .with("STAGES", stages as i64)
+        .with("MIN_BLOCKS", blocks)
+        .with("PIECES", most.div_ceil(rows).next_multiple_of(sure) as i64);
+    Some(Choice { key, threads: THREADS, shared: shared_bytes(rows, depth, width, stages) as u32 })
+}
+
+/// As `SHARED_BYTES` in `cu/latent.cuh`.
+fn shared_bytes(rows: usize, depth: usize, width: usize, stages: usize) -> usize {
+    let pitch = depth.max(width) * 2 + 16;
+    (rows + stages * KEYS) * pitch + 4 * rows * KEYS * 4 + rows * (KEYS * 2 + 16) + 2 * rows * 4
+}
