@@ -3,8 +3,10 @@
 use crate::cpu::Isa;
 use crate::cpu::mla::{Picks, picks_run, picks_workspace_bytes};
 use crate::cpu::paged::Out;
-use crate::cpu::tokens::apart;
+use crate::cpu::tokens::{apart, on_cpu};
 use crate::mla::Geometry;
+
+use super::DeviceTable;
 use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
 
 /// What [`sparse_attend`] reads and writes. `T` query rows, `K` picks a row at most, `R` requests, `P` pages; other
@@ -53,17 +55,14 @@ pub fn sparse_workspace_bytes(geometry: &Geometry, topk: usize, workers: usize) 
 }
 
 impl SparseParams<'_> {
-    /// Refuses what [`sparse_attend`] would, which a caller may ask before it does anything else. Writes nothing.
+    /// Refuses what [`sparse_attend`] would, which a caller may ask before it does anything else. Writes nothing. Picks on a
+    /// device are not looked at.
     ///
     /// # Errors
     /// Those of [`sparse_attend`].
     pub fn check(&self, stream: &Stream) -> Result<()> {
         let SparseParams { geometry, row_request, kv_indptr, kv_indices, page_start, kv_lens, .. } = *self;
-        let device = stream.device();
-        if device != Device::Cpu {
-            let why = "this build attends picked latents on the CPU only".into();
-            return Err(Error::Unsupported { operation: "sparse attention", device, why });
-        }
+        let device = crate::device::supported("sparse attention", stream)?;
         geometry.check()?;
         if !self.sm_scale.is_finite() {
             let (why, got) = ("must be finite".into(), self.sm_scale.to_string());
@@ -85,9 +84,13 @@ impl SparseParams<'_> {
         }
         let tables = Tables { kv_indptr, kv_indices, page_start, kv_lens };
         tables.check(geometry.page_size, self.latent.shape()[0])?;
-        tables.check_picks(row_request, &self.selection)?;
+        tables.check_rows(row_request)?;
         self.workspace.expect("workspace", "[n]", &[None], Some(DType::U8), device)?;
         let available = self.workspace.numel();
+        if device != Device::Cpu {
+            return Ok(());
+        }
+        tables.check_picks(row_request, &self.selection)?;
         let needed = sparse_workspace_bytes(&geometry, self.selection.shape()[1], self.workers);
         if available < needed {
             return Err(Error::Workspace { needed, available });
@@ -107,6 +110,7 @@ impl SparseParams<'_> {
 /// -1 or beyond what its request has stored; a scale that is not finite; a workspace that is too small; a device without
 /// a kernel.
 pub fn sparse_attend(stream: &Stream, params: SparseParams<'_>) -> Result<()> {
+    on_cpu("sparse attention", stream)?;
     params.check(stream)?;
     let SparseParams { geometry, sm_scale, q_nope, q_pe, latent, selection, row_request, .. } = params;
     let SparseParams { kv_indptr, kv_indices, page_start, mut o, lse, mut workspace, workers, .. } = params;
@@ -132,6 +136,70 @@ pub fn sparse_attend(stream: &Stream, params: SparseParams<'_>) -> Result<()> {
         lse: lse.map(|mut lse| Out::of(&mut lse)),
     };
     picks_run(&picks, &mut memory[skip..], workers);
+    Ok(())
+}
+
+/// As [`sparse_attend`], in stream order on the stream's device. There, `on` is the call's row arrays and page tables as they were
+/// [set](DeviceTable::set) on it, with whatever `positions`: kernels read that, and the call's own are checked only. Picks are not
+/// checked there: one beyond what its request has stored picks nothing, as -1 does. On the CPU `on` is not looked at.
+///
+/// It allocates nothing once [`prepare_sparse`] was called.
+///
+/// # Errors
+/// As [`sparse_attend`]; a table that is not on the device, or of another number of rows or requests; a device without a kernel.
+pub fn sparse_attend_at(stream: &Stream, on: &DeviceTable, params: SparseParams<'_>) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if stream.device() != Device::Cpu {
+        params.check(stream)?;
+        let SparseParams { geometry, sm_scale, q_nope, q_pe, latent, selection, .. } = params;
+        let SparseParams { row_request, kv_indptr, kv_indices, page_start, kv_lens, .. } = params;
+        let SparseParams { mut o, lse, mut workspace, .. } = params;
+        let table = super::Table { row_request, positions: &[], kv_indptr, kv_indices, page_start, kv_lens };
+        on.is_of(&table, stream.device())?;
+        let picks = crate::cuda::exec::Picks {
+            geometry,
+            sm_scale,
+            q_nope,
+            q_pe,
+            latent,
+            selection,
+            table: on,
+            o: Out::of(&mut o),
+            lse: lse.map(|mut lse| Out::of(&mut lse)),
+        };
+        return crate::cuda::exec::sparse_attend(stream, &picks, &mut workspace);
+    }
+    let _ = on;
+    sparse_attend(stream, params)
+}
+
+/// Bytes that [`sparse_attend_at`] needs on a device for up to so many rows, as [`sparse_workspace_bytes`] on the CPU.
+pub fn sparse_workspace_bytes_on(
+    device: Device,
+    geometry: &Geometry,
+    max_rows: usize,
+    topk: usize,
+    workers: usize,
+) -> usize {
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        return crate::cuda::exec::sparse_bytes(geometry, max_rows, topk);
+    }
+    let _ = (device, max_rows);
+    sparse_workspace_bytes(geometry, topk, workers)
+}
+
+/// Has the kernels of [`sparse_attend_at`] built and loaded. Belongs to planning; nothing on the CPU.
+///
+/// # Errors
+/// A kernel that cannot be built; no such device.
+pub fn prepare_sparse(stream: &Stream, geometry: &Geometry) -> Result<()> {
+    let device = crate::device::supported("sparse attention", stream)?;
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        return crate::cuda::exec::prepare_sparse(device, geometry);
+    }
+    let _ = (device, geometry);
     Ok(())
 }
 
@@ -198,19 +266,24 @@ impl Tables<'_> {
         Ok(())
     }
 
-    /// Refuses a request that is not there, and a pick that its request has not stored.
-    fn check_picks(&self, row_request: &[i32], selection: &TensorRef<'_>) -> Result<()> {
-        let topk = selection.shape()[1];
-        for (row, &request) in row_request.iter().enumerate() {
-            if request == -1 {
-                continue;
-            }
-            let stored = usize::try_from(request).ok().and_then(|request| self.kv_lens.get(request));
-            let Some(&stored) = stored else {
+    /// Refuses a request that is not there.
+    fn check_rows(&self, row_request: &[i32]) -> Result<()> {
+        let requests = -1..i32::try_from(self.kv_lens.len()).unwrap_or(i32::MAX);
+        match row_request.iter().position(|request| !requests.contains(request)) {
+            None => Ok(()),
+            Some(row) => {
                 let why =
                     format!("there are requests 0..{}; -1 is a row that is not sparse", self.kv_lens.len());
-                return refuse("row_request", row, request, why);
-            };
+                refuse("row_request", row, row_request[row], why)
+            }
+        }
+    }
+
+    /// Refuses a pick that its request, which is there, has not stored.
+    fn check_picks(&self, row_request: &[i32], selection: &TensorRef<'_>) -> Result<()> {
+        let topk = selection.shape()[1];
+        for (row, &request) in row_request.iter().enumerate().filter(|&(_, &request)| request != -1) {
+            let stored = self.kv_lens[request as usize];
             let picks = selection.select(0, row)?;
             let picks = picks.as_slice::<i32>().expect("one contiguous i32 axis on the CPU");
             let (least, most) = picks.iter().fold((-1, -1), |(a, b), &pick| (pick.min(a), pick.max(b)));

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use crate::cpu::tokens::apart;
-use crate::{DType, Device, Error, Result, TensorMut, TensorRef};
+use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
 
 /// The largest e4m3 number.
 const E4M3_MAX: f32 = 448.0;
@@ -137,16 +137,8 @@ pub(crate) unsafe fn float(dtype: DType, from: *const u8, index: usize) -> f32 {
 /// # Errors
 /// Shapes, dtypes or layouts that do not fit; `Di` that is 0 or no multiple of 4. Nothing is then written.
 pub fn quantise_keys(keys: TensorRef<'_>, mut out: TensorMut<'_>) -> Result<()> {
-    keys.expect("keys", "[T, Di]", &[None, None], None, Device::Cpu)?;
-    let (tokens, di) = (keys.shape()[0], keys.shape()[1]);
-    KeyFormat::Fp8.check(di)?;
-    let width = KeyFormat::Fp8.width(di);
-    out.expect("out", "[T, Di + 4]", &[Some(tokens), Some(width)], Some(DType::U8), Device::Cpu)?;
-    apart("out", &out)?;
-    if !keys.dtype().is_float() {
-        let expected = "f32, bf16 or f16".into();
-        return Err(Error::DTypeMismatch { tensor: "keys", expected, got: keys.dtype() });
-    }
+    check_quantise(&keys, &out, Device::Cpu)?;
+    let (tokens, di, width) = (keys.shape()[0], keys.shape()[1], out.shape()[1]);
     let (from_stride, to_stride) = (keys.strides()[0] * keys.dtype().size(), out.strides()[0]);
     let (from, to) = (keys.as_ptr(), out.as_mut_ptr());
     for token in 0..tokens {
@@ -164,6 +156,36 @@ pub fn quantise_keys(keys: TensorRef<'_>, mut out: TensorMut<'_>) -> Result<()> 
         stored[di..].copy_from_slice(&scale.to_ne_bytes());
     }
     Ok(())
+}
+
+fn check_quantise(keys: &TensorRef<'_>, out: &TensorMut<'_>, device: Device) -> Result<()> {
+    keys.expect("keys", "[T, Di]", &[None, None], None, device)?;
+    let (tokens, di) = (keys.shape()[0], keys.shape()[1]);
+    KeyFormat::Fp8.check(di)?;
+    let width = KeyFormat::Fp8.width(di);
+    out.expect("out", "[T, Di + 4]", &[Some(tokens), Some(width)], Some(DType::U8), device)?;
+    apart("out", out)?;
+    if !keys.dtype().is_float() {
+        let expected = "f32, bf16 or f16".into();
+        return Err(Error::DTypeMismatch { tensor: "keys", expected, got: keys.dtype() });
+    }
+    Ok(())
+}
+
+/// As [`quantise_keys`], in stream order on the stream's device: the same bytes.
+///
+/// # Errors
+/// As [`quantise_keys`]; a device without a kernel.
+pub fn quantise_keys_at(stream: &Stream, keys: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
+    let device = crate::device::supported("quantising index keys", stream)?;
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        check_quantise(&keys, &out, device)?;
+        let mut out = out;
+        return crate::cuda::exec::quantise(stream, keys, &mut out);
+    }
+    let _ = device;
+    quantise_keys(keys, out)
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@
 //! | [`topk`], [`select_topk_causal`] | the pick of given scores: in linear time, and by a plain stable sort |
 //! | [`select`], [`index_topk`] | both at once: keys in pages, or one request's keys in one tensor |
 //! | [`sparse_attend`] | attention over the pick |
+//! | [`DeviceTable`], [`select_at`], [`scores_at`], [`sparse_attend_at`], [`quantise_keys_at`] | the same where a stream is |
 //!
 //! # What is picked
 //!
@@ -29,18 +30,26 @@
 //! queries count subnormals as 0 where the machine has bf16 dot products.
 
 mod attend;
+mod device;
 mod keys;
 mod scores;
 mod select;
 mod table;
 mod topk;
 
-pub use attend::{SparseParams, sparse_attend, sparse_workspace_bytes};
+pub use attend::{
+    SparseParams, prepare_sparse, sparse_attend, sparse_attend_at, sparse_workspace_bytes,
+    sparse_workspace_bytes_on,
+};
+pub use device::DeviceTable;
 pub(crate) use keys::float;
-pub use keys::{KeyFormat, dequantise_key, e4m3_to_f32, f32_to_e4m3, quantise_keys};
-pub use scores::{ScoresParams, scores, scores_workspace_bytes};
-pub use select::{SelectParams, index_topk, select, select_workspace_bytes};
-pub(crate) use table::Table;
+pub use keys::{KeyFormat, dequantise_key, e4m3_to_f32, f32_to_e4m3, quantise_keys, quantise_keys_at};
+pub use scores::{ScoresParams, scores, scores_at, scores_workspace_bytes};
+pub use select::{
+    SelectParams, index_topk, prepare_select, select, select_at, select_workspace_bytes,
+    select_workspace_bytes_on,
+};
+pub use table::Table;
 pub use topk::{TopkParams, select_topk_causal, topk};
 
 #[cfg(test)]

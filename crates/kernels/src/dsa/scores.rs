@@ -1,7 +1,7 @@
 //! The scores by themselves.
 
 use super::select::{checked, scratch};
-use super::{KeyFormat, Table};
+use super::{DeviceTable, KeyFormat, Table};
 use crate::cpu::dsa::Sink;
 use crate::cpu::tokens::{apart, on_cpu};
 use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
@@ -65,18 +65,50 @@ pub fn scores(stream: &Stream, params: ScoresParams<'_>) -> Result<()> {
         page_start: params.page_start,
         kv_lens: params.kv_lens,
     };
-    let call = checked(q, weights, keys, format, table)?;
-    let rows = q.shape()[0];
-    scores.expect("scores", "[T, N]", &[Some(rows), None], Some(DType::F32), Device::Cpu)?;
-    apart("scores", &scores)?;
+    let call = checked(q, weights, keys, format, table, Device::Cpu)?;
+    check_scores(&scores, &table, Device::Cpu)?;
     let (width, stride) = (scores.shape()[1], scores.strides()[0]);
-    if let Some(row) = (0..rows).find(|&row| table.seen(row) > width) {
-        let expected = format!("[T, N] with N at least {}, which row {row} sees", table.seen(row));
-        return Err(Error::Shape { tensor: "scores", expected, got: scores.shape().to_vec() });
-    }
     let scratch = scratch(&call, &mut workspace, workers)?;
     let sink = Sink::Scores { to: scores.as_mut_ptr().cast(), stride, width };
     // SAFETY: `checked` accepted the inputs; `scores` is `[T, N]` f32, wide enough, its rows apart and ours alone.
     unsafe { crate::cpu::dsa::run(&call, sink, scratch, workers) };
     Ok(())
+}
+
+fn check_scores(scores: &TensorMut<'_>, table: &Table<'_>, device: Device) -> Result<()> {
+    let rows = table.row_request.len();
+    scores.expect("scores", "[T, N]", &[Some(rows), None], Some(DType::F32), device)?;
+    apart("scores", scores)?;
+    if let Some(row) = (0..rows).find(|&row| table.seen(row) > scores.shape()[1]) {
+        let expected = format!("[T, N] with N at least {}, which row {row} sees", table.seen(row));
+        return Err(Error::Shape { tensor: "scores", expected, got: scores.shape().to_vec() });
+    }
+    Ok(())
+}
+
+/// As [`scores`], in stream order on the stream's device, over the table that was set there; see [`select_at`](super::select_at),
+/// which picks by these very bits. The workspace is not used on a device.
+///
+/// # Errors
+/// As [`scores`] and [`select_at`](super::select_at).
+pub fn scores_at(stream: &Stream, on: &DeviceTable, params: ScoresParams<'_>) -> Result<()> {
+    let device = crate::device::supported("index scores", stream)?;
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        let ScoresParams { q, weights, keys, format, scores: mut to, .. } = params;
+        let table = Table {
+            row_request: params.row_request,
+            positions: params.positions,
+            kv_indptr: params.kv_indptr,
+            kv_indices: params.kv_indices,
+            page_start: params.page_start,
+            kv_lens: params.kv_lens,
+        };
+        let call = checked(q, weights, keys, format, table, device)?;
+        on.is_of(&table, device)?;
+        check_scores(&to, &table, device)?;
+        return crate::cuda::exec::scores(stream, &call, on, &mut to);
+    }
+    let _ = (device, on);
+    scores(stream, params)
 }

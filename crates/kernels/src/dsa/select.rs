@@ -1,6 +1,6 @@
 //! Scores and pick at once, over keys in pages.
 
-use super::{KeyFormat, Table};
+use super::{DeviceTable, KeyFormat, Table};
 use crate::cpu::Isa;
 use crate::cpu::dsa::{Call, Sink};
 use crate::cpu::tokens::{apart, on_cpu};
@@ -78,15 +78,90 @@ pub fn select(stream: &Stream, params: SelectParams<'_>) -> Result<()> {
         page_start: params.page_start,
         kv_lens: params.kv_lens,
     };
-    let call = checked(q, weights, keys, format, table)?;
-    let shape = [Some(q.shape()[0]), Some(topk)];
-    selection.expect("selection", "[T, K]", &shape, Some(DType::I32), Device::Cpu)?;
-    apart("selection", &selection)?;
+    let call = checked(q, weights, keys, format, table, Device::Cpu)?;
+    check_selection(&selection, q.shape()[0], topk, Device::Cpu)?;
     let scratch = scratch(&call, &mut workspace, workers)?;
     let stride = selection.strides()[0];
     let sink = Sink::Picks { to: selection.as_mut_ptr().cast(), stride, topk };
     // SAFETY: `checked` accepted the inputs, and `selection` is `[T, K]` i32, its rows apart and ours alone.
     unsafe { crate::cpu::dsa::run(&call, sink, scratch, workers) };
+    Ok(())
+}
+
+fn check_selection(selection: &TensorMut<'_>, rows: usize, topk: usize, device: Device) -> Result<()> {
+    selection.expect("selection", "[T, K]", &[Some(rows), Some(topk)], Some(DType::I32), device)?;
+    apart("selection", selection)
+}
+
+/// As [`select`], in stream order on the stream's device. There, `on` is the call's row arrays and page tables as they were
+/// [set](DeviceTable::set) on it: kernels read that, and the call's own are checked only. On the CPU `on` is not looked at.
+///
+/// Scores are f32 sums in another order than the CPU's, so that keys whose scores are equal but for rounding may be picked
+/// differently; equal keys have equal scores, and ties go to the earlier, as on the CPU. It allocates nothing once
+/// [`prepare_select`] was called.
+///
+/// # Errors
+/// As [`select`]; a table that is not on the device, or of another number of rows or requests; a device without a kernel.
+pub fn select_at(stream: &Stream, on: &DeviceTable, params: SelectParams<'_>) -> Result<()> {
+    let device = crate::device::supported("index selection", stream)?;
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        let SelectParams { q, weights, keys, format, topk, mut selection, mut workspace, .. } = params;
+        let table = Table {
+            row_request: params.row_request,
+            positions: params.positions,
+            kv_indptr: params.kv_indptr,
+            kv_indices: params.kv_indices,
+            page_start: params.page_start,
+            kv_lens: params.kv_lens,
+        };
+        let call = checked(q, weights, keys, format, table, device)?;
+        on.is_of(&table, device)?;
+        check_selection(&selection, q.shape()[0], topk, device)?;
+        workspace.expect("workspace", "[n]", &[None], Some(DType::U8), device)?;
+        return crate::cuda::exec::select(stream, &call, on, &mut selection, &mut workspace);
+    }
+    let _ = (device, on);
+    select(stream, params)
+}
+
+/// Bytes that [`select_at`] needs on a device, as [`select_workspace_bytes`] on the CPU. `max_keys` is at least the
+/// [table's](DeviceTable::max_keys).
+pub fn select_workspace_bytes_on(
+    device: Device,
+    max_rows: usize,
+    max_keys: usize,
+    index_n_heads: usize,
+    index_head_dim: usize,
+    topk: usize,
+    workers: usize,
+) -> usize {
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        return crate::cuda::exec::select_bytes(max_rows, max_keys);
+    }
+    let _ = device;
+    select_workspace_bytes(max_rows, max_keys, index_n_heads, index_head_dim, topk, workers)
+}
+
+/// Has the kernels of [`select_at`] built and loaded, for index queries of a type over keys of a format. Belongs to planning;
+/// nothing on the CPU.
+///
+/// # Errors
+/// A kernel that cannot be built; no such device.
+pub fn prepare_select(
+    stream: &Stream,
+    q_dtype: DType,
+    format: KeyFormat,
+    index_n_heads: usize,
+    index_head_dim: usize,
+) -> Result<()> {
+    let device = crate::device::supported("index selection", stream)?;
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        return crate::cuda::exec::prepare_select(device, q_dtype, format, index_n_heads, index_head_dim);
+    }
+    let _ = (device, q_dtype, format, index_n_heads, index_head_dim);
     Ok(())
 }
 
@@ -97,8 +172,9 @@ pub(super) fn checked<'a>(
     keys: TensorRef<'a>,
     format: KeyFormat,
     table: Table<'a>,
+    device: Device,
 ) -> Result<Call<'a>> {
-    q.expect("q", "[T, Hi, Di]", &[None, None, None], None, Device::Cpu)?;
+    q.expect("q", "[T, Hi, Di]", &[None, None, None], None, device)?;
     if !q.dtype().is_float() {
         let expected = "f32, bf16 or f16".into();
         return Err(Error::DTypeMismatch { tensor: "q", expected, got: q.dtype() });
@@ -109,9 +185,9 @@ pub(super) fn checked<'a>(
         return Err(Error::Parameter { name: "index_n_heads", why, got: "0".into() });
     }
     format.check(width)?;
-    weights.expect("weights", "[T, Hi]", &[Some(rows), Some(heads)], Some(DType::F32), Device::Cpu)?;
+    weights.expect("weights", "[T, Hi]", &[Some(rows), Some(heads)], Some(DType::F32), device)?;
     let (w, dtype) = (Some(format.width(width)), Some(format.dtype()));
-    keys.expect("keys", "[P, S, W]", &[None, None, w], dtype, Device::Cpu)?;
+    keys.expect("keys", "[P, S, W]", &[None, None, w], dtype, device)?;
     table.check(rows, keys.shape()[0], keys.shape()[1])?;
     Ok(Call { isa: Isa::current(), q, weights, keys, format, table })
 }

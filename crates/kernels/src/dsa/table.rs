@@ -5,19 +5,19 @@ use crate::{Error, Result};
 
 /// The rows and page tables of a call: `T` rows, `R` requests, `P` pages of `S` slots.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Table<'a> {
+pub struct Table<'a> {
     /// `[T]`: whose keys; -1 for a row that sees none.
-    pub(crate) row_request: &'a [i32],
+    pub row_request: &'a [i32],
     /// `[T]`: each row sees its request's keys `0..=position`.
-    pub(crate) positions: &'a [i32],
-    /// `[R + 1]`.
-    pub(crate) kv_indptr: &'a [i32],
+    pub positions: &'a [i32],
+    /// `[R + 1]`: where each request's page ids start.
+    pub kv_indptr: &'a [i32],
     /// Page ids.
-    pub(crate) kv_indices: &'a [i32],
+    pub kv_indices: &'a [i32],
     /// `[R]`: slot of the request's first token in its first page.
-    pub(crate) page_start: &'a [i32],
+    pub page_start: &'a [i32],
     /// `[R]`: keys stored.
-    pub(crate) kv_lens: &'a [i32],
+    pub kv_lens: &'a [i32],
 }
 
 fn refuse<T>(array: &'static str, index: usize, got: i32, why: String) -> Result<T> {
@@ -34,13 +34,7 @@ fn length(tensor: &'static str, got: usize, letters: &str, expected: usize) -> R
 impl<'a> Table<'a> {
     /// Refuses a table that names what is not there. Afterwards every row's keys lie in pages of the pool.
     pub(crate) fn check(&self, rows: usize, num_pages: usize, page_size: usize) -> Result<()> {
-        let Some(requests) = self.kv_indptr.len().checked_sub(1) else {
-            return Err(Error::Shape { tensor: "kv_indptr", expected: "[R + 1]".into(), got: vec![0] });
-        };
-        length("row_request", self.row_request.len(), "T", rows)?;
-        length("positions", self.positions.len(), "T", rows)?;
-        length("page_start", self.page_start.len(), "R", requests)?;
-        length("kv_lens", self.kv_lens.len(), "R", requests)?;
+        let requests = self.check_lengths(rows)?;
         let mut before = 0;
         for (index, &start) in self.kv_indptr.iter().enumerate() {
             if start < before || start as usize > self.kv_indices.len() || (index == 0 && start != 0) {
@@ -79,6 +73,18 @@ impl<'a> Table<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Refuses arrays whose lengths do not belong together; the number of requests.
+    pub(super) fn check_lengths(&self, rows: usize) -> Result<usize> {
+        let Some(requests) = self.kv_indptr.len().checked_sub(1) else {
+            return Err(Error::Shape { tensor: "kv_indptr", expected: "[R + 1]".into(), got: vec![0] });
+        };
+        length("row_request", self.row_request.len(), "T", rows)?;
+        length("positions", self.positions.len(), "T", rows)?;
+        length("page_start", self.page_start.len(), "R", requests)?;
+        length("kv_lens", self.kv_lens.len(), "R", requests)?;
+        Ok(requests)
     }
 
     fn check_request(&self, request: usize, page_size: usize) -> Result<()> {

@@ -13,6 +13,7 @@
 //! | `latents` | the kernel of latents on tensor cores |
 //! | `plain` | the kernel of f32 and of odd shapes |
 //! | `merge` | joining what items left |
+//! | `select`, `sparse` | index scores and their pick; attention over picks |
 //! | `mods` | mods over blocks: which, and their numbers |
 
 mod image;
@@ -22,11 +23,19 @@ mod merge;
 mod mods;
 mod params;
 mod plain;
+#[cfg(feature = "dsa")]
+mod select;
+#[cfg(feature = "dsa")]
+mod sparse;
 
 pub(crate) use list::stage;
 #[cfg(feature = "flex")]
 pub(crate) use list::stage_blocks;
 pub(crate) use list::{Numbers, StagedList, attend};
+#[cfg(feature = "dsa")]
+pub(crate) use select::{prepare as prepare_select, quantise, scores, select, select_bytes};
+#[cfg(feature = "dsa")]
+pub(crate) use sparse::{Picks, attend as sparse_attend, bytes as sparse_bytes, prepare as prepare_sparse};
 
 use super::jit::Key;
 

@@ -1,0 +1,167 @@
+//! A call's rows and page tables where a device reads them.
+
+use bytemuck::{Pod, Zeroable};
+
+use super::Table;
+#[cfg(feature = "cuda")]
+use crate::Error;
+use crate::{Device, Result, Staged, Stream};
+
+/// The row arrays and page tables of [`select_at`](super::select_at), [`scores_at`](super::scores_at) and
+/// [`sparse_attend_at`](super::sparse_attend_at), at an address that stays: a captured call goes over what was
+/// [set](DeviceTable::set) last. On the CPU it is plain memory that nobody reads.
+#[derive(Debug)]
+pub struct DeviceTable {
+    staged: Staged,
+    rows: usize,
+    requests: usize,
+    /// Most keys that a row may see.
+    keys: usize,
+    /// Most keys that a row sees.
+    seen: usize,
+}
+
+/// As `Table` in `cu/table.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Default, Pod, Zeroable)]
+struct Header {
+    rows: u32,
+    requests: u32,
+    keys: u32,
+    reserved: u32,
+    /// Bytes from the header to each array.
+    at: [u32; 6],
+    unused: [u32; 2],
+}
+
+const _: () = assert!(size_of::<Header>() == 48);
+
+/// Bytes of a table of so many rows, requests and page ids.
+fn bytes(rows: usize, requests: usize, pages: usize) -> usize {
+    let words = 2 * rows + 3 * requests + 1 + pages;
+    size_of::<Header>() + 4 * words
+}
+
+impl DeviceTable {
+    /// Room for tables of up to so many rows, requests and page ids, of rows that see up to `keys` keys each. What is larger
+    /// makes it grow, which moves it.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn with_capacity(
+        stream: &Stream,
+        rows: usize,
+        requests: usize,
+        pages: usize,
+        keys: usize,
+    ) -> Result<DeviceTable> {
+        let staged = Staged::with_capacity(stream, bytes(rows, requests, pages))?;
+        Ok(DeviceTable { staged, rows: 0, requests: 0, keys, seen: 0 })
+    }
+
+    /// Makes this the table of another batch, in stream order; never waits. The arrays are those that the calls over it are
+    /// given, which check them.
+    ///
+    /// # Errors
+    /// A stream of another device; memory that cannot be had. Arrays of lengths that do not belong together are refused as the
+    /// calls would.
+    pub fn set(&mut self, stream: &Stream, table: &Table<'_>) -> Result<()> {
+        let (rows, requests) = (table.row_request.len(), table.kv_lens.len());
+        table.check_lengths(rows)?;
+        let pages = table.kv_indptr.last().map_or(0, |&end| end.max(0) as usize);
+        let pages = &table.kv_indices[..pages.min(table.kv_indices.len())];
+        let sees = |row: usize| if table.row_request[row] < 0 { 0 } else { table.positions[row].max(-1) + 1 };
+        let seen = (0..rows).map(sees).max().unwrap_or(0) as usize;
+        let arrays = [
+            table.row_request,
+            table.positions,
+            table.kv_indptr,
+            pages,
+            table.page_start,
+            table.kv_lens,
+        ];
+        let mut header =
+            Header { rows: rows as u32, requests: requests as u32, keys: seen as u32, ..Header::default() };
+        let mut end = size_of::<Header>();
+        for (at, array) in header.at.iter_mut().zip(arrays) {
+            *at = end as u32;
+            end += size_of_val(array);
+        }
+        self.staged.set_with(stream, end, |to| {
+            to[..size_of::<Header>()].copy_from_slice(bytemuck::bytes_of(&header));
+            for (&at, array) in header.at.iter().zip(arrays) {
+                to[at as usize..][..size_of_val(array)].copy_from_slice(bytemuck::cast_slice(array));
+            }
+        })?;
+        (self.rows, self.requests, self.seen) = (rows, requests, seen);
+        self.keys = self.keys.max(seen);
+        Ok(())
+    }
+
+    /// The device that reads it.
+    pub fn device(&self) -> Device {
+        self.staged.device()
+    }
+
+    /// `T`: rows that were set last.
+    pub fn num_rows(&self) -> usize {
+        self.rows
+    }
+
+    /// `R`: requests that were set last.
+    pub fn num_requests(&self) -> usize {
+        self.requests
+    }
+
+    /// Most keys that a row may see without the table growing: scratch for scores is cut by it.
+    pub fn max_keys(&self) -> usize {
+        self.keys
+    }
+
+    /// Refuses a table that is not there, or not that of a call over `table`.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_of(&self, table: &Table<'_>, device: Device) -> Result<()> {
+        if self.device() != device {
+            return Err(Error::DeviceMismatch { tensor: "table", expected: device, got: self.device() });
+        }
+        let (got, wanted) = ([self.rows, self.requests], [table.row_request.len(), table.kv_lens.len()]);
+        if got != wanted {
+            let expected = format!("that of a batch of {} rows of {} requests; set it first", wanted[0], wanted[1]);
+            return Err(Error::Shape { tensor: "table", expected, got: got.to_vec() });
+        }
+        Ok(())
+    }
+
+    /// Where kernels find it.
+    #[cfg(any(feature = "cuda", test))]
+    pub(crate) fn address(&self) -> u64 {
+        self.staged.address() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_grows_with_its_batch_and_keeps_what_rows_may_see() {
+        let stream = Stream::cpu();
+        let mut on = DeviceTable::with_capacity(&stream, 1, 1, 1, 7).unwrap();
+        let before = on.address();
+        let one = Table {
+            row_request: &[0],
+            positions: &[4],
+            kv_indptr: &[0, 1],
+            kv_indices: &[3],
+            page_start: &[0],
+            kv_lens: &[5],
+        };
+        on.set(&stream, &one).unwrap();
+        assert_eq!((on.address(), on.num_rows(), on.num_requests(), on.max_keys()), (before, 1, 1, 7));
+        let more = Table { row_request: &[0; 9], positions: &[4, 1, 2, 8, 9, 0, 0, 0, 0], ..one };
+        on.set(&stream, &more).unwrap();
+        assert_eq!((on.num_rows(), on.max_keys()), (9, 10));
+        assert!(on.set(&stream, &Table { positions: &[1], ..more }).is_err());
+        assert_eq!(on.num_rows(), 9);
+    }
+}
