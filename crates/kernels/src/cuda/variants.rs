@@ -29,7 +29,7 @@ pub const EXCUSES: &[Excuse] = &[];
 
 /// The list.
 pub fn variants() -> Vec<Key> {
-    [plain(), merge(), latent()].concat()
+    [plain(), merge(), latent(), sparse(), picks(), scores(), select()].concat()
 }
 
 /// The plain kernel: every source once and more, every dtype of queries and keys, every width of a value.
@@ -51,12 +51,58 @@ fn merge() -> Vec<Key> {
     (0..3).map(|dtype| Key::new(Unit::MERGE, "merge").with("Q_TYPE", dtype).with("LEVELS", 16)).collect()
 }
 
-/// Latents of the two published shapes, at each height of a block.
+/// What chooses a variant over latents.
+const LATENTS: [&str; 7] = ["Q_TYPE", "ROWS", "DEPTH", "WIDTH", "STAGES", "MIN_BLOCKS", "PIECES"];
+
+/// Latents of the published shapes and of narrow ones, at each height of a block.
 fn latent() -> Vec<Key> {
+    const SOME: [[i64; 7]; 6] = [
+        [1, 16, 576, 512, 2, 2, 4],
+        [1, 32, 576, 512, 4, 1, 2],
+        [1, 64, 576, 512, 2, 1, 2],
+        [2, 64, 640, 512, 2, 1, 1],
+        [2, 32, 320, 256, 2, 1, 1],
+        [2, 16, 64, 128, 4, 2, 1],
+    ];
+    SOME.iter().map(|values| with_all(Key::new(Unit::LATENT, "latent_attend"), LATENTS, *values)).collect()
+}
+
+/// The same over picks.
+fn sparse() -> Vec<Key> {
     const SOME: [[i64; 7]; 3] =
-        [[1, 16, 576, 512, 3, 1, 1], [1, 64, 576, 512, 2, 1, 2], [2, 32, 320, 256, 2, 1, 1]];
-    let names = ["Q_TYPE", "ROWS", "DEPTH", "WIDTH", "STAGES", "MIN_BLOCKS", "CHUNKS"];
-    SOME.iter().map(|values| with_all(Key::new(Unit::LATENT, "latent_attend"), names, *values)).collect()
+        [[1, 16, 576, 512, 2, 2, 1], [1, 64, 576, 512, 2, 1, 2], [2, 32, 320, 256, 3, 1, 1]];
+    SOME.iter().map(|values| with_all(Key::new(Unit::SPARSE, "sparse_attend"), LATENTS, *values)).collect()
+}
+
+/// Around picks: a kernel of each kind, a dtype each.
+fn picks() -> Vec<Key> {
+    const SOME: [(&str, i64, i64); 4] =
+        [("picks_order", 1, 1), ("picks_merge", 1, 1), ("picks_merge", 2, 2), ("picks_plain", 0, 0)];
+    let key = |(entry, q, kv)| Key::new(Unit::PICKS, entry).with("Q_TYPE", q).with("KV_TYPE", kv);
+    SOME.into_iter().map(key).collect()
+}
+
+/// Index scores of each kind of keys, narrow, published and wide.
+fn scores() -> Vec<Key> {
+    const SOME: [[i64; 6]; 5] = [
+        [1, 1, 128, 2, 1, 2],
+        [1, 3, 128, 2, 1, 2],
+        [2, 3, 32, 2, 1, 2],
+        [2, 2, 256, 1, 1, 2],
+        [1, 1, 128, 1, 0, 1],
+    ];
+    let names = ["Q_TYPE", "KEY_TYPE", "DEPTH", "KEY_TILES", "KEYS_ALIGNED", "MIN_BLOCKS"];
+    let mut keys: Vec<Key> =
+        SOME.iter().map(|values| with_all(Key::new(Unit::SCORES, "scores"), names, *values)).collect();
+    let plain = |(q, key)| Key::new(Unit::SCORES, "scores_plain").with("Q_TYPE", q).with("KEY_TYPE", key);
+    keys.extend([(0, 0), (0, 3), (1, 2)].map(plain));
+    keys
+}
+
+fn select() -> Vec<Key> {
+    let mut keys = vec![Key::new(Unit::TOPK, "topk")];
+    keys.extend((0..3).map(|dtype| Key::new(Unit::QUANTISE, "quantise").with("KEY_TYPE", dtype)));
+    keys
 }
 
 fn with_all<const N: usize>(key: Key, names: [&'static str; N], values: [i64; N]) -> Key {

@@ -32,6 +32,9 @@ const HEADERS: &[(&str, &str)] = &[
     file!("mods.cuh"),
     file!("finish.cuh"),
     file!("latent.cuh"),
+    file!("table.cuh"),
+    file!("scores.cuh"),
+    file!("sparse.cuh"),
     // For a host compiler alone.
     (EMULATED, include_str!("../emulator/emulated.hpp")),
 ];
@@ -56,8 +59,30 @@ impl Unit {
     /// Over latents.
     pub const LATENT: Unit = unit!("latent.cu");
 
+    /// Index scores.
+    pub const SCORES: Unit = unit!("scores.cu");
+    /// The largest of each row's scores.
+    pub const TOPK: Unit = unit!("topk.cu");
+    /// Index keys as e4m3.
+    pub const QUANTISE: Unit = unit!("quantise.cu");
+    /// Over picked latents.
+    pub const SPARSE: Unit = unit!("sparse.cu");
+    /// Around attention over picks.
+    pub const PICKS: Unit = unit!("picks.cu");
+
     /// Every unit.
-    pub const ALL: &[Unit] = &[Unit::PLAIN, Unit::MERGE, Unit::LATENT, Unit::MOVE, Unit::SYNTH];
+    pub const ALL: &[Unit] = &[
+        Unit::PLAIN,
+        Unit::MERGE,
+        Unit::LATENT,
+        Unit::SCORES,
+        Unit::TOPK,
+        Unit::QUANTISE,
+        Unit::SPARSE,
+        Unit::PICKS,
+        Unit::MOVE,
+        Unit::SYNTH,
+    ];
 
     /// A unit of its own text. Units of one name are taken for the same one.
     pub const fn of(name: &'static str, text: &'static str) -> Unit {
