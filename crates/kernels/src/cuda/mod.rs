@@ -6,6 +6,7 @@
 //! | `api` | the driver's calls, and the same of a device made of the host |
 //! | `context` | a device in use: its primary context and what it can do |
 //! | [`jit`], [`variants`] | kernels compiled for a device, and kept on disk; the list that is compiled ahead of time |
+//! | [`peak`] | what a device can do at most, measured |
 //! | `memory` | device memory, and host memory pinned for it; owned by [`Buffer`](crate::Buffer) |
 //! | `queue`, `graph` | streams and events; work taken down once and replayed |
 //! | `launch`, `transfer` | modules, kernels and their launch; copies, fills and calls of the host in stream order |
@@ -23,6 +24,7 @@ pub mod jit;
 mod launch;
 mod memory;
 pub(crate) mod moves;
+pub mod peak;
 mod queue;
 #[cfg(test)]
 mod tests;

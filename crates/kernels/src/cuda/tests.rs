@@ -377,6 +377,29 @@ fn modules_that_are_none_are_refused() {
     assert!(refused.unwrap_err().to_string().contains("kernel cache"));
 }
 
+#[test]
+fn peaks_are_measured_and_strange_tensors_refused() {
+    if context().is_none() {
+        return;
+    }
+    let bench = Bench::new();
+    let stream = bench.stream();
+    peak::prepare(DEVICE).unwrap();
+    let words = bench.device.tensor(0, DType::I32, &[WORDS]).unwrap();
+    peak::read(&stream, words).unwrap();
+    // Eight products of 16 x 16 by 16 x 8 a warp and round.
+    let (once, thrice) = (peak::multiply(&stream, 1).unwrap(), peak::multiply(&stream, 3).unwrap());
+    assert_eq!((once % (8.0 * 4096.0), thrice), (0.0, 3.0 * once));
+    stream.synchronize().unwrap();
+    assert!(
+        peak::read(&stream, words.narrow(0, 1, 8).unwrap()).unwrap_err().to_string().contains("16 bytes")
+    );
+    let host = bench.pinned.tensor(0, DType::I32, &[WORDS]).unwrap();
+    assert!(matches!(peak::read(&stream, host), Err(Error::DeviceMismatch { .. })));
+    let gaps = bench.device.tensor(0, DType::I32, &[32, 32]).unwrap().narrow(1, 0, 8).unwrap();
+    assert!(matches!(peak::read(&stream, gaps), Err(Error::Layout { .. })));
+}
+
 #[cfg(feature = "emulator")]
 mod kernels {
     use super::*;

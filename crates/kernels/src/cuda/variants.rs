@@ -29,7 +29,8 @@ pub const EXCUSES: &[Excuse] = &[];
 
 /// The list.
 pub fn variants() -> Vec<Key> {
-    [plain(), merge(), latent(), sparse(), picks(), scores(), select()].concat()
+    let families = [plain(), merge(), latent(), sparse(), picks(), scores(), select(), super::peak::keys()];
+    families.concat()
 }
 
 /// The plain kernel: every source once and more, every dtype of queries and keys, every width of a value.

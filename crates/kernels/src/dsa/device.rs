@@ -72,14 +72,8 @@ impl DeviceTable {
         let pages = &table.kv_indices[..pages.min(table.kv_indices.len())];
         let sees = |row: usize| if table.row_request[row] < 0 { 0 } else { table.positions[row].max(-1) + 1 };
         let seen = (0..rows).map(sees).max().unwrap_or(0) as usize;
-        let arrays = [
-            table.row_request,
-            table.positions,
-            table.kv_indptr,
-            pages,
-            table.page_start,
-            table.kv_lens,
-        ];
+        let arrays =
+            [table.row_request, table.positions, table.kv_indptr, pages, table.page_start, table.kv_lens];
         let mut header =
             Header { rows: rows as u32, requests: requests as u32, keys: seen as u32, ..Header::default() };
         let mut end = size_of::<Header>();
@@ -126,7 +120,8 @@ impl DeviceTable {
         }
         let (got, wanted) = ([self.rows, self.requests], [table.row_request.len(), table.kv_lens.len()]);
         if got != wanted {
-            let expected = format!("that of a batch of {} rows of {} requests; set it first", wanted[0], wanted[1]);
+            let expected =
+                format!("that of a batch of {} rows of {} requests; set it first", wanted[0], wanted[1]);
             return Err(Error::Shape { tensor: "table", expected, got: got.to_vec() });
         }
         Ok(())

@@ -59,7 +59,8 @@ pub(super) fn variant(
     // Fewer query vectors a block, where more do not fit.
     let fits = [64, 32, 16].into_iter().filter(|&rows| rows <= wanted);
     let (rows, stages, blocks) = fits.into_iter().find_map(|rows| {
-        let stages = |room: usize| (2..=4).rev().find(|&stages| shared_bytes(rows, depth, width, stages) <= room);
+        let stages =
+            |room: usize| (2..=4).rev().find(|&stages| shared_bytes(rows, depth, width, stages) <= room);
         // Two small blocks hide each other's barriers.
         let two = if rows == 16 { stages((all + RESERVED) / 2 - RESERVED) } else { None };
         two.map(|stages| (rows, stages, 2)).or_else(|| Some((rows, stages(all)?, 1)))
