@@ -29,8 +29,9 @@ pub const EXCUSES: &[Excuse] = &[];
 
 /// The list.
 pub fn variants() -> Vec<Key> {
-    let families = [plain(), merge(), latent(), sparse(), picks(), scores(), select(), super::peak::keys()];
-    families.concat()
+    let attention = [plain(), merge(), decode(), tile(), latent(), sparse()];
+    let others = [picks(), scores(), select(), moves(), super::peak::keys()];
+    [attention.concat(), others.concat()].concat()
 }
 
 /// The plain kernel: every source once and more, every dtype of queries and keys, every width of a value.
@@ -103,6 +104,43 @@ fn scores() -> Vec<Key> {
 fn select() -> Vec<Key> {
     let mut keys = vec![Key::new(Unit::TOPK, "topk")];
     keys.extend((0..3).map(|dtype| Key::new(Unit::QUANTISE, "quantise").with("KEY_TYPE", dtype)));
+    keys
+}
+
+/// Few query vectors: each width of a head, each number of rows, a soft cap once.
+fn decode() -> Vec<Key> {
+    const SOME: [[i64; 7]; 5] = [
+        [1, 128, 128, 16, 4, 0, 2],
+        [1, 128, 128, 32, 3, 1, 1],
+        [2, 64, 64, 16, 6, 0, 2],
+        [1, 256, 256, 16, 2, 0, 1],
+        [2, 128, 128, 64, 3, 0, 1],
+    ];
+    let names = ["KV_TYPE", "WIDTH", "VALUES", "ROWS", "STAGES", "GENERAL", "RESIDENT"];
+    SOME.iter().map(|values| with_all(Key::new(Unit::DECODE, "decode"), names, *values)).collect()
+}
+
+/// Many query vectors: each width of a head, each source, a soft cap once.
+fn tile() -> Vec<Key> {
+    const SOME: [[i64; 9]; 5] = [
+        [1, 0, 128, 128, 8, 1, 64, 0, 1],
+        [1, 1, 128, 128, 8, 1, 64, 0, 1],
+        [2, 2, 128, 128, 8, 1, 64, 0, 1],
+        [2, 0, 64, 64, 4, 1, 64, 1, 1],
+        [1, 1, 256, 256, 8, 1, 32, 0, 1],
+    ];
+    let names = ["KV_TYPE", "SOURCE", "WIDTH", "VALUES", "WARPS", "SPREAD", "KEYS", "GENERAL", "RESIDENT"];
+    SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect()
+}
+
+/// Entries from place to place, by a list in memory and by one in the parameter, and the synthetic generator.
+fn moves() -> Vec<Key> {
+    let mut keys = vec![Key::new(Unit::SYNTH, "synth")];
+    for entry in
+        ["scatter_at", "scatter_list", "gather_at", "gather_list", "unpage_at", "unpage_list", "copy_list"]
+    {
+        keys.push(Key::new(Unit::MOVE, entry));
+    }
     keys
 }
 

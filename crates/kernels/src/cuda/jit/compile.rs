@@ -13,7 +13,7 @@ use super::watch::{Event, tell};
 use crate::Error;
 
 /// Part of every entry's name: raised when the way of compiling changes without a change of text or options.
-const GENERATION: &str = "mstar kernels 1";
+const GENERATION: &str = "mstar kernels 2";
 
 /// A binary, ready to be loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,8 +75,8 @@ fn build(cache: Option<&Cache>, target: Target, key: &Key) -> Result<Compiled, S
                 return Ok(Compiled { binary, resources: entry.resources, cached: true, _file: None });
             }
             let made = nvrtc.compile(key.unit.name(), key.unit.text(), &headers, &options)?;
-            let resources = Resources::parse(&made.log)
-                .ok_or_else(|| format!("the compiler's log tells no resources:\n{}", made.log))?;
+            let resources = Resources::parse(&made.log, key.entry)
+                .ok_or_else(|| format!("the compiler's log says nothing of {}:\n{}", key.entry, made.log))?;
             keep(cache, id, "cubin", &made.cubin, resources);
             Ok(Compiled { binary: Binary::Cubin(made.cubin), resources, cached: false, _file: None })
         }

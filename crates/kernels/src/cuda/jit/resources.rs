@@ -25,11 +25,22 @@ impl Resources {
         spill_stores == 0 && spill_loads == 0 && stack == 0 && serialised == 0
     }
 
-    /// Reads a log; `None` when no line of it speaks of registers.
-    pub fn parse(log: &str) -> Option<Resources> {
+    /// Reads what a log says of one kernel; `None` when it says nothing of its registers.
+    pub fn parse(log: &str, entry: &str) -> Option<Resources> {
+        let quoted = format!("'{entry}'");
         let mut all = Resources::default();
-        let mut told = false;
+        let (mut told, mut ours) = (false, false);
         for line in log.lines() {
+            if line.contains("(C75") {
+                // A warning stands before the kernels' own lines, and mostly names the function.
+                all.serialised += u32::from(line.contains(&quoted) || !line.contains('\''));
+            }
+            if line.contains("Compiling entry function '") {
+                ours = line.contains(&quoted);
+            }
+            if !ours {
+                continue;
+            }
             if let Some(registers) = before(line, " registers") {
                 told = true;
                 all.registers = all.registers.max(registers);
@@ -40,9 +51,6 @@ impl Resources {
                 all.stack = all.stack.max(stack);
                 all.spill_stores = all.spill_stores.max(before(line, " bytes spill stores").unwrap_or(0));
                 all.spill_loads = all.spill_loads.max(before(line, " bytes spill loads").unwrap_or(0));
-            }
-            if line.contains("(C75") {
-                all.serialised += 1;
             }
         }
         told.then_some(all)
@@ -61,14 +69,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_clean_log_is_read() {
+    fn a_kernel_is_read_and_not_its_neighbour() {
         let log = "ptxas info    : 0 bytes gmem\n\
             ptxas info    : Compiling entry function 'k2' for 'sm_90a'\n\
             ptxas info    : Function properties for k2\n\
+            ptxas         .     800 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads\n\
+            ptxas info    : Used 255 registers, used 1 barriers, 800 bytes cumulative stack size\n\
+            ptxas info    : Compiling entry function 'k' for 'sm_90a'\n\
+            ptxas info    : Function properties for k\n\
             ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
             ptxas info    : Used 12 registers, used 1 barriers, 128 bytes smem, 364 bytes cmem[0]\n\
             ptxas info    : Compile time = 2.430 ms\n";
-        let read = Resources::parse(log).unwrap();
+        let read = Resources::parse(log, "k").unwrap();
         assert_eq!(read, Resources { registers: 12, shared: 128, ..Resources::default() });
         assert!(read.is_clean());
     }
@@ -77,12 +89,14 @@ mod tests {
     fn spills_stacks_and_serialised_matrix_instructions_are_seen_in_any_function() {
         let log = "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized due to \
             insufficient register resources for the wgmma pipeline in function 'k'\n\
+            ptxas info    : (C7512) Potential Performance Loss: the same in function 'other'\n\
+            ptxas info    : Compiling entry function 'k' for 'sm_90a'\n\
             ptxas info    : Function properties for helper\n    \
             0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n\
             ptxas info    : Function properties for k\n    \
             96 bytes stack frame, 64 bytes spill stores, 72 bytes spill loads\n\
             ptxas info    : Used 168 registers, used 3 barriers, 800 bytes cumulative stack size\n";
-        let read = Resources::parse(log).unwrap();
+        let read = Resources::parse(log, "k").unwrap();
         let expected = Resources {
             registers: 168,
             spill_stores: 64,
@@ -99,9 +113,12 @@ mod tests {
 
     #[test]
     fn a_log_without_resources_is_not_taken_for_a_clean_one() {
-        assert_eq!(Resources::parse(""), None);
+        assert_eq!(Resources::parse("", "k"), None);
         assert_eq!(
-            Resources::parse("a.cu(3): warning #177-D: variable \"x\" was declared but never referenced"),
+            Resources::parse(
+                "a.cu(3): warning #177-D: variable \"x\" was declared but never referenced",
+                "k"
+            ),
             None
         );
     }

@@ -32,6 +32,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("mods.cuh"),
     file!("finish.cuh"),
     file!("latent.cuh"),
+    file!("tile.cuh"),
     file!("table.cuh"),
     file!("scores.cuh"),
     file!("sparse.cuh"),
@@ -56,6 +57,10 @@ impl Unit {
     /// Synthetic queries, keys and values.
     pub const SYNTH: Unit = unit!("synth.cu");
 
+    /// Few query vectors over pages.
+    pub const DECODE: Unit = unit!("decode.cu");
+    /// Many query vectors over pages, segments or blocks.
+    pub const TILE: Unit = unit!("tile.cu");
     /// Over latents.
     pub const LATENT: Unit = unit!("latent.cu");
 
@@ -74,6 +79,8 @@ impl Unit {
     pub const ALL: &[Unit] = &[
         Unit::PLAIN,
         Unit::MERGE,
+        Unit::DECODE,
+        Unit::TILE,
         Unit::LATENT,
         Unit::SCORES,
         Unit::TOPK,
