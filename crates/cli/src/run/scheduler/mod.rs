@@ -9,6 +9,7 @@
 //!   contexts share `chunked_prefill` tokens a step; at least one always runs, and is admitted whole or not at all.
 //! - When pages run out, the latest prefill cuts are put off first; then the latest resident request is offloaded
 //!   whole, and so on until the step fits (where the host has no room, it begins anew instead). A request that does not fit alone is refused with the pages it lacks.
+//! - Where a ring has no world for a request, its turn is put off until another has left.
 //! - Offloaded requests come back oldest first, once there is room for them and for everybody's next turn.
 //!
 //! **Progress.** The oldest request is never a victim, and no class is led past it at the cost of its pages: where the
@@ -417,7 +418,14 @@ impl<'a> Scheduler<'a> {
                 let request = step.remove(at).request;
                 return self.drop_refused(machine, request, refusal);
             }
-            _ => anyhow::bail!("a step was refused: {refusal}"),
+            // Whoever has a world goes on, and gives it up at its end.
+            RefusalReason::NoWorldFree { request, .. } if step.len() > 1 => {
+                let named = step.iter().position(|work| self.plans[work.request].id == *request);
+                step.remove(named.unwrap_or(step.len() - 1));
+                self.counts.put_off += 1;
+                return Ok(());
+            }
+            reason => anyhow::bail!("a step was refused: {refusal}{}", advice(reason)),
         }
         // The latest cut of a prompt waits, as long as somebody else still has a turn.
         if step.len() > 1
@@ -583,6 +591,17 @@ impl<'a> Scheduler<'a> {
     fn drain(&mut self, machine: &mut impl Runtime) {
         let step = self.counts.steps;
         self.events.extend(machine.drain_events().into_iter().map(|event| event.at(step)));
+    }
+}
+
+/// What to do about a refusal that no other request's leaving helps.
+fn advice(reason: &RefusalReason) -> String {
+    match reason {
+        RefusalReason::NoWorldFree { worlds_total, .. } => {
+            format!("; raise the ring's num_worlds, or lower workload.max_batch to {worlds_total}")
+        }
+        RefusalReason::WorldBusy { .. } => "; offer the step again once that has ended".into(),
+        _ => String::new(),
     }
 }
 

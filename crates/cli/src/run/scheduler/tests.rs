@@ -23,6 +23,9 @@ struct Simulated<'a> {
     finished: Vec<usize>,
     stale_every: usize,
     promotions: usize,
+    /// Worlds of a ring, each the first requests' that pass in it; `None` over pages.
+    worlds: Option<usize>,
+    owners: Vec<usize>,
 }
 
 impl<'a> Simulated<'a> {
@@ -40,6 +43,8 @@ impl<'a> Simulated<'a> {
             finished: Vec::new(),
             stale_every: 0,
             promotions: 0,
+            worlds: None,
+            owners: Vec::new(),
         }
     }
 
@@ -102,6 +107,19 @@ impl Runtime for Simulated<'_> {
         if let Some(refusal) = self.short(&self.after(&self.held, step), step) {
             return Ok(Outcome::Refused(refusal));
         }
+        if let Some(worlds) = self.worlds {
+            let new = step.iter().map(|work| work.request).filter(|request| !self.owners.contains(request));
+            let new: Vec<usize> = new.collect();
+            let free = worlds - self.owners.len();
+            if let Some(&first) = new.get(free) {
+                let request = self.plans[first].id.clone();
+                let (worlds_short, worlds_needed) = (new.len() - free, new.len());
+                let reason =
+                    RefusalReason::NoWorldFree { request, worlds_short, worlds_needed, worlds_total: worlds };
+                return Ok(Outcome::Refused(Refusal { resource: ResourceName::new("ring"), reason }));
+            }
+            self.owners.extend(new);
+        }
         self.admitted = Some(step.to_vec());
         Ok(Outcome::Admitted)
     }
@@ -163,6 +181,7 @@ impl Runtime for Simulated<'_> {
     }
 
     fn remove(&mut self, request: usize, finished: bool) -> anyhow::Result<()> {
+        self.owners.retain(|owner| *owner != request);
         self.held.remove(&request).expect("a resident request");
         if finished {
             self.finished.push(request);
@@ -415,4 +434,31 @@ fn random_workloads_end_with_every_token_run_once() {
             assert_eq!(machine.ran[&request], expected, "seed {seed}, request {request}");
         }
     }
+}
+
+#[test]
+fn f34_requests_without_a_world_wait_until_another_has_left() {
+    let mut plans = [plan(0, 0.0, 4, 3), plan(1, 0.0, 4, 2), plan(2, 0.0, 4, 2), plan(3, 1.0, 4, 1)];
+    for plan in &mut plans {
+        plan.generation = Generation::Denoise { passes: 2, tokens: 4 };
+    }
+    for worlds in 1..4 {
+        let mut machine = Simulated::new(&plans, 1000, 4);
+        machine.worlds = Some(worlds);
+        let mut scheduler = Scheduler::new(&plans, limits(4, 4));
+        drive(&mut scheduler, &mut machine);
+        assert_eq!((scheduler.counts().finished, scheduler.counts().refused), (4, 0), "{worlds} worlds");
+        assert!(scheduler.counts().put_off > 0, "{worlds} worlds");
+    }
+}
+
+#[test]
+fn a_world_that_nobody_gives_up_is_an_error_that_says_what_to_do() {
+    let plans = [plan(0, 0.0, 4, 1)];
+    let mut machine = Simulated::new(&plans, 1000, 4);
+    machine.worlds = Some(0);
+    let said = Scheduler::new(&plans, limits(1, 4)).tick(&mut machine).unwrap_err().to_string();
+    assert!(said.contains("1 worlds short") && said.contains("raise the ring's num_worlds"), "{said}");
+    let busy = advice(&RefusalReason::WorldBusy { request: plans[0].id.clone() });
+    assert!(busy.contains("again"), "{busy}");
 }

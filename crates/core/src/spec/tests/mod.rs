@@ -546,6 +546,11 @@ fn a_workload_is_checked() {
         "s.yaml:36:16: workload.context_len: has no effect without an attention resource of backend cross; remove it",
     );
     check(
+        "  max_batch: 4",
+        "  max_batch: 4\n  snapshot: { after: 2, frames: 5 }",
+        "s.yaml:36:13: workload.snapshot: has no effect without a resource of kind ring; remove it",
+    );
+    check(
         "buckets: [1, 8]",
         "buckets: [8, 1]",
         "s.yaml:27:12: graph.buckets: expected rows in rising order, none twice",
