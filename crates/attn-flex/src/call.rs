@@ -1,7 +1,7 @@
 //! The whole operation in one call, for whoever has one layer and no plan to keep.
 
 use mstar_kernels::flex::{Geometry, ScoreMod};
-use mstar_kernels::{Error, Result, Stream, TensorMut, TensorRef};
+use mstar_kernels::{Buffer, DType, Error, Result, Stream, TensorMut, TensorRef, copy};
 
 use crate::{AuxOutput, AuxRequest, BlockMask, Inputs, KernelOptions, MaskShape, Outputs, Plan, run};
 
@@ -84,26 +84,30 @@ pub fn flex_attention_masked(
             &all
         }
     };
-    let plan = Plan::new(&geometry, mask, &args.kernel_options)?;
+    let device = stream.device();
+    let mut plan = Plan::new(&geometry, mask, &KernelOptions { device, ..args.kernel_options })?;
+    plan.stage(stream, args.score_mods)?;
     let mut workspace = plan.workspace()?;
-    let queries = batch * num_qo_heads * q_len;
-    let AuxRequest { lse, max_scores } = args.return_aux;
-    let mut aux = AuxOutput {
-        lse: lse.then(|| vec![0.0; queries]),
-        max_scores: max_scores.then(|| vec![0.0; queries]),
-    };
     let shape = [batch, num_qo_heads, q_len];
+    let AuxRequest { lse, max_scores } = args.return_aux;
+    let per_query =
+        |asked: bool| asked.then(|| Buffer::for_tensor_on(device, DType::F32, &shape)).transpose();
+    let (mut lse, mut max_scores) = (per_query(lse)?, per_query(max_scores)?);
     let inputs = Inputs { q, k, v, scale: args.scale, score_mods: args.score_mods };
-    let outputs = Outputs {
-        o,
-        lse: per_query(&mut aux.lse, shape)?,
-        max_scores: per_query(&mut aux.max_scores, shape)?,
-    };
+    let outputs = Outputs { o, lse: view(&mut lse, &shape)?, max_scores: view(&mut max_scores, &shape)? };
     run(&plan, stream, &mut workspace, inputs, outputs)?;
-    Ok(aux)
+    // Plan and scratch go when this returns.
+    stream.synchronize()?;
+    let fetch = |buffer: Option<Buffer>| -> Result<Option<Vec<f32>>> {
+        let Some(buffer) = buffer else { return Ok(None) };
+        let mut values = vec![0.0; shape.iter().product()];
+        copy(stream, buffer.tensor(0, DType::F32, &shape)?, TensorMut::from_slice(&mut values, &shape)?)?;
+        Ok(Some(values))
+    };
+    Ok(AuxOutput { lse: fetch(lse)?, max_scores: fetch(max_scores)? })
 }
 
 /// `[B, H, L]`, where it was asked for.
-fn per_query(values: &mut Option<Vec<f32>>, shape: [usize; 3]) -> Result<Option<TensorMut<'_>>> {
-    values.as_mut().map(|values| TensorMut::from_slice(values, &shape)).transpose()
+fn view<'a>(buffer: &'a mut Option<Buffer>, shape: &[usize]) -> Result<Option<TensorMut<'a>>> {
+    buffer.as_mut().map(|buffer| buffer.tensor_mut(0, DType::F32, shape)).transpose()
 }

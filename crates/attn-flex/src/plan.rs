@@ -126,11 +126,11 @@ impl Plan {
         self.work.capacity_bytes()
     }
 
-    /// A workspace of the size that a run needs.
+    /// A workspace of the size that a run needs, where the plan runs.
     ///
     /// # Errors
     /// When the memory cannot be had.
     pub fn workspace(&self) -> Result<Workspace> {
-        Workspace::with_bytes(self.workspace_bytes)
+        Workspace::on(self.options.device, self.workspace_bytes)
     }
 }

@@ -4,10 +4,10 @@ use mstar_core::attend::{AttnGeometry, StepShape};
 use mstar_core::kv::{KvLayout, RING_BLOCK};
 use mstar_kernels::paged::APPEND_LEAF;
 
-use crate::{BlockMask, Geometry, KernelOptions, KvBlocks, MaskRule, MaskShape, Plan, Result};
+use crate::{BlockMask, Device, Geometry, KernelOptions, KvBlocks, MaskRule, MaskShape, Plan, Result};
 
 /// Bytes of one workspace (there is one for each plan label and slot) that steps up to `largest` need with `workers`
-/// threads, 0 standing for the rayon pool of the caller; 0 for a cache of latents, which this backend refuses. Rows that pad
+/// threads on `device`, 0 standing for the rayon pool of the caller; 0 for a cache of latents, which this backend refuses. Rows that pad
 /// steps to a bucket are among those of `largest`, whose `kv_len` is what a row sees at most. `head_dim_vo` is
 /// the ring's width of a value.
 ///
@@ -18,6 +18,7 @@ pub fn workspace_bound(
     head_dim_vo: usize,
     largest: StepShape,
     workers: usize,
+    device: Device,
 ) -> Result<usize> {
     let KvLayout::Nhd { num_kv_heads, head_dim } = geometry.layout else { return Ok(0) };
     let geometry = Geometry {
@@ -29,6 +30,7 @@ pub fn workspace_bound(
         q_dtype: geometry.dtype,
         kv_dtype: geometry.kv_dtype,
     };
+    let options = KernelOptions { workers, device };
     let frame = largest.tokens.checked_div(largest.rows).unwrap_or(0).max(1);
     let mut most = 0;
     let visible = largest.kv_len.div_ceil(RING_BLOCK);
@@ -41,10 +43,10 @@ pub fn workspace_bound(
             // some of a frame's blocks of queries.
             for hidden in (0..16).chain(doubling(largest.rows)).filter(|hidden| rows + hidden <= largest.rows)
             {
-                most = most.max(bytes(&geometry, [rows, hidden], frame, blocks, workers)?);
+                most = most.max(bytes(&geometry, [rows, hidden], frame, blocks, &options)?);
             }
             for queries in (RING_BLOCK..frame).step_by(RING_BLOCK) {
-                most = most.max(bytes(&geometry, [rows, 0], queries, blocks, workers)?);
+                most = most.max(bytes(&geometry, [rows, 0], queries, blocks, &options)?);
             }
         }
     }
@@ -62,7 +64,7 @@ fn bytes(
     [rows, hidden]: [usize; 2],
     frame: usize,
     blocks: usize,
-    workers: usize,
+    options: &KernelOptions,
 ) -> Result<usize> {
     let all = rows + hidden;
     let shape = MaskShape { block_q: frame, ..MaskShape::new(all * frame, rows * blocks * RING_BLOCK) };
@@ -70,13 +72,16 @@ fn bytes(
     let indices: Vec<i32> = (0..(rows * blocks) as i32).collect();
     let full = KvBlocks { indptr: &indptr, indices: &indices };
     let mask = BlockMask::from_kv_blocks(shape, full, KvBlocks::NONE, MaskRule::Whole)?;
-    Ok(Plan::new(geometry, &mask, &KernelOptions { workers, ..KernelOptions::default() })?.workspace_bytes())
+    Ok(Plan::new(geometry, &mask, options)?.workspace_bytes())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::DType;
+
+    const CPU: Device = Device::Cpu;
+    const CARD: Device = Device::Cuda(0);
 
     #[test]
     fn f18_no_padded_step_outgrows_the_bound() {
@@ -92,14 +97,15 @@ mod tests {
             q_dtype: DType::Bf16,
             kv_dtype: DType::Bf16,
         };
-        for frame in [128, 384, 512] {
+        for (frame, device) in [(128, CPU), (384, CPU), (512, CPU), (128, CARD), (384, CARD)] {
+            let options = KernelOptions { workers: 2, device };
             // Some rows of more than a leaf's keys.
             let largest = StepShape { rows: 9, tokens: 9 * frame, kv_len: 40 * RING_BLOCK };
-            let bound = workspace_bound(&attn, 32, largest, 2).unwrap();
+            let bound = workspace_bound(&attn, 32, largest, 2, device).unwrap();
             for rows in 1..=9 {
                 for hidden in 0..=9 - rows {
                     for blocks in 1..=40 {
-                        let needed = bytes(&geometry, [rows, hidden], frame, blocks, 2).unwrap();
+                        let needed = bytes(&geometry, [rows, hidden], frame, blocks, &options).unwrap();
                         assert!(
                             needed <= bound,
                             "{rows} + {hidden} of {frame}, {blocks}: {needed} > {bound}"

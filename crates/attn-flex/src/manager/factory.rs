@@ -135,8 +135,8 @@ impl BackendFactory for FlexFactory {
     }
 
     fn supports(&self, device: Device, geometry: &AttnGeometry) -> Result<Rank, Reason> {
-        if device != Device::Cpu {
-            return Err(format!("has no kernels for {device} yet; say device: cpu").into());
+        if device != Device::Cpu && !cfg!(feature = "cuda") {
+            return Err(format!("was built without kernels for {device}; build with the feature cuda").into());
         }
         let KvLayout::Nhd { head_dim, .. } = geometry.layout else {
             return Err("reads keys and values a head, not latents".into());

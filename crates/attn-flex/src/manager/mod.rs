@@ -20,7 +20,7 @@ use mstar_core::kv::{KvEntries, PagedKv, RING_BLOCK, RingKv, RingLayer};
 use mstar_core::resource::{Fingerprint, Ingest, Outcome, PaddedShape, Promotion, StepContext};
 use mstar_core::{Error, PlanId, RequestId, Resource, ResourceName, Result, Step, StepSerial};
 use mstar_kernels::cpu::Isa;
-use mstar_kernels::cpu::gather::gather_rows;
+use mstar_kernels::cpu::gather::gather_rows_at;
 use mstar_kernels::{Device, Stream, TensorMut, TensorRef};
 
 pub use self::bound::workspace_bound;
@@ -28,7 +28,8 @@ pub use self::factory::{FlexFactory, FlexOptions, MaskChoice, ScoreChoice};
 use self::mods::{Score, Scores, rule};
 use self::staged::{Recipe, Shelf};
 use crate::{
-    BlockMask, FlexArgs, Geometry, Inputs, MaskRule, Outputs, UserMask, UserMod, flex_attention_masked, run,
+    BlockMask, FlexArgs, Geometry, Inputs, KernelOptions, MaskRule, Outputs, UserMask, UserMod,
+    flex_attention_masked, run,
 };
 
 /// Attention over the frames of a ring.
@@ -54,12 +55,6 @@ impl FlexAttention {
     /// No ring; query heads that its key heads do not divide; a softmax whose soft cap, slopes or window the options do
     /// not name, or that has sinks; options that name what the model does not have; a device without kernels.
     pub fn new(cx: &BuildContext, options: FlexOptions) -> Result<FlexAttention> {
-        if cx.device() != Device::Cpu {
-            let why = "this build attends rings on the CPU only; say device: cpu".into();
-            let operation = "block-mask attention";
-            let error = mstar_kernels::Error::Unsupported { operation, device: cx.device(), why };
-            return Err(Error::backend(cx.name.as_str(), error));
-        }
         let Some(ring) = &cx.ring else {
             let why = "attends a ring of frames; name a resource of kind ring";
             return Err(cx.refuse("kv_cache", why, &cx.kv_cache.as_ref().map(|kv| kv.name().clone())));
@@ -85,17 +80,18 @@ impl FlexAttention {
             geometry,
             rule,
             placed: scores.ask(),
-            options: options.kernel_options,
+            options: KernelOptions { device: cx.device(), ..options.kernel_options },
         };
         let rows = cx.largest.map_or(0, |largest| largest.rows);
         let foreseen = match cx.largest {
             Some(largest) => {
-                workspace_bound(&cx.geometry, config.head_dim_vo, largest, options.kernel_options.workers)
+                let workers = options.kernel_options.workers;
+                workspace_bound(&cx.geometry, config.head_dim_vo, largest, workers, cx.device())
                     .map_err(|error| Error::backend(cx.name.as_str(), error))?
             }
             None => 0,
         };
-        let shelf = Shelf::new(recipe, rows, foreseen);
+        let shelf = Shelf::new(cx.stream, recipe, rows, foreseen);
         Ok(FlexAttention { ring: Arc::clone(ring), sm_scale: softmax.sm_scale, scores, shelf })
     }
 
@@ -213,7 +209,8 @@ impl Resource for FlexAttention {
     fn plan(&self, cx: &StepContext, _: &Step) -> Result<()> {
         for label in self.ring.plan_labels(cx.serial)? {
             let plan = self.ring.ring_plan(&PlanId { slot: cx.slot, label, serial: cx.serial })?;
-            self.shelf.stage(&plan, self.ring.config(), self.ring.groups())?;
+            let layers = (self.ring.config(), self.ring.groups());
+            self.scores.with(|score_mods| self.shelf.stage(&plan, layers, score_mods))?;
         }
         Ok(())
     }
@@ -315,7 +312,11 @@ impl Attention for FlexAttention {
         let staged = self.shelf.get(plan).ok()?;
         let groups = self.ring.groups().geometries.len();
         let rows = staged.plan(0).work().rows().len();
-        Some(format!("cpu flex, {}: {rows} rows under {groups} masks", Isa::current().name()))
+        let runs = match self.shelf.recipe().options.device {
+            Device::Cpu => format!("cpu flex, {}", Isa::current().name()),
+            device => format!("{device} flex"),
+        };
+        Some(format!("{runs}: {rows} rows under {groups} masks"))
     }
 
     fn select_last_hidden(
@@ -325,7 +326,7 @@ impl Attention for FlexAttention {
         out: TensorMut<'_>,
     ) -> Result<()> {
         let staged = self.shelf.get(forward.plan_id())?;
-        self.said(gather_rows(forward.stream(), hidden, &staged.last_tokens, out))
+        self.said(gather_rows_at(forward.stream(), hidden, staged.last_tokens()?, out))
     }
 
     fn qo_indptr_buf(&self, plan: &PlanId) -> Result<IndexBuf> {

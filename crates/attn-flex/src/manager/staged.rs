@@ -8,9 +8,10 @@ use mstar_core::attend::{IndexBuf, Work};
 use mstar_core::kv::{RingConfig, RingGroups, RingPlan};
 use mstar_core::{Error, PlanId, ResourceName, Result, StepSerial};
 use mstar_kernels::mutant::planted;
+use mstar_kernels::{DType, Staged as OnDevice, Stream, TensorRef};
 
 use crate::mask::{RingMask, RingRule};
-use crate::{Geometry, KernelOptions, Plan, Workspace};
+use crate::{Geometry, KernelOptions, Plan, ScoreMod, Workspace};
 
 /// What every plan of a resource is made with.
 #[derive(Debug)]
@@ -30,8 +31,8 @@ pub(super) struct Staged {
     workspace: Arc<Mutex<Workspace>>,
     pub(super) qo_indptr: IndexBuf,
     pub(super) kv_len: IndexBuf,
-    /// `[R]`: packed index of each real row's last token.
-    pub(super) last_tokens: Vec<i64>,
+    /// `[R]` i64: packed index of each real row's last token.
+    last_tokens: OnDevice,
     pub(super) work: Work,
 }
 
@@ -40,6 +41,12 @@ impl Staged {
     pub(super) fn plan(&self, group: usize) -> &Plan {
         let group = if planted("flex-wrong-geometry") { 0 } else { group };
         self.groups[group].1.as_ref().expect("a stored label has planned every group")
+    }
+
+    /// `[R]` i64: packed index of each real row's last token, where layers run.
+    pub(super) fn last_tokens(&self) -> Result<TensorRef<'_>> {
+        let rows = self.last_tokens.len() / DType::I64.size();
+        Ok(self.last_tokens.tensor(DType::I64, &[rows])?)
     }
 
     /// The scratch of a run.
@@ -66,6 +73,7 @@ struct Place {
 /// The plans of one resource over a ring.
 #[derive(Debug)]
 pub(super) struct Shelf {
+    stream: Stream,
     recipe: Recipe,
     workspaces: WorkspacePool,
     places: Mutex<HashMap<EagerSlotKey, Place>>,
@@ -74,11 +82,12 @@ pub(super) struct Shelf {
 }
 
 impl Shelf {
-    /// No plan yet; workspaces have `foreseen` bytes from the first, plans room for `rows` rows.
-    pub(super) fn new(recipe: Recipe, rows: usize, foreseen: usize) -> Shelf {
+    /// No plan yet; plans are staged on `stream`, workspaces have `foreseen` bytes from the first, plans room for `rows` rows.
+    pub(super) fn new(stream: Stream, recipe: Recipe, rows: usize, foreseen: usize) -> Shelf {
         Shelf {
+            stream,
             recipe,
-            workspaces: WorkspacePool::on(mstar_kernels::Device::Cpu, foreseen),
+            workspaces: WorkspacePool::on(stream.device(), foreseen),
             places: Mutex::default(),
             most_rows: Mutex::new(rows),
         }
@@ -117,11 +126,16 @@ impl Shelf {
         result.map_err(|error| Error::backend(self.recipe.name.as_str(), error))
     }
 
-    /// Plans the label `ring_plan` in the memory of the one before under its label and slot.
+    /// Plans the label `ring_plan`, for layers with these score mods, in the memory of the one before under its label and slot.
     ///
     /// # Errors
     /// A mask or geometry that is refused, memory that cannot be had; there is then no plan of this id.
-    pub(super) fn stage(&self, ring_plan: &RingPlan, config: &RingConfig, groups: &RingGroups) -> Result<()> {
+    pub(super) fn stage(
+        &self,
+        ring_plan: &RingPlan,
+        (config, groups): (&RingConfig, &RingGroups),
+        score_mods: &[ScoreMod<'_>],
+    ) -> Result<()> {
         let most = *self.most_rows.lock().unwrap_or_else(PoisonError::into_inner);
         let key = EagerSlotKey::from(&ring_plan.id);
         let mut places = self.lock();
@@ -131,7 +145,7 @@ impl Shelf {
             Some(staged) => staged,
             None => self.empty(&key, config, groups, most.max(ring_plan.rows.len()))?,
         };
-        self.fill(&mut staged, &key, ring_plan, config, groups, most)?;
+        self.fill(&mut staged, &key, ring_plan, (config, groups), score_mods, most)?;
         let place = Place { serial: Some(ring_plan.id.serial), staged: Arc::new(staged) };
         places.insert(key, place);
         Ok(())
@@ -148,9 +162,9 @@ impl Shelf {
         Ok(Staged {
             groups: groups.geometries.iter().map(|&geometry| (mask(geometry), None)).collect(),
             workspace: self.said(self.workspaces.reserve(key, 0))?,
-            qo_indptr: IndexBuf::with_capacity(&mstar_kernels::Stream::cpu(), rows + 1)?,
-            kv_len: IndexBuf::with_capacity(&mstar_kernels::Stream::cpu(), rows)?,
-            last_tokens: Vec::with_capacity(rows),
+            qo_indptr: IndexBuf::with_capacity(&self.stream, rows + 1)?,
+            kv_len: IndexBuf::with_capacity(&self.stream, rows)?,
+            last_tokens: self.said(OnDevice::with_capacity(&self.stream, rows * DType::I64.size()))?,
             work: Work::default(),
         })
     }
@@ -160,8 +174,8 @@ impl Shelf {
         staged: &mut Staged,
         key: &EagerSlotKey,
         ring_plan: &RingPlan,
-        config: &RingConfig,
-        groups: &RingGroups,
+        (config, groups): (&RingConfig, &RingGroups),
+        score_mods: &[ScoreMod<'_>],
         most: usize,
     ) -> Result<()> {
         let Recipe { geometry, options, .. } = &self.recipe;
@@ -180,7 +194,9 @@ impl Shelf {
                     );
                 }
             }
-            bytes = bytes.max(plan.as_ref().map_or(0, Plan::workspace_bytes));
+            let plan = plan.as_mut().expect("planned just now");
+            self.said(plan.stage(&self.stream, score_mods))?;
+            bytes = bytes.max(plan.workspace_bytes());
         }
         staged.workspace = self.said(self.workspaces.reserve(key, bytes))?;
         staged.qo_indptr.set(&ring_plan.qo_indptr)?;
@@ -188,9 +204,13 @@ impl Shelf {
         let block = (config.tokens_per_frame / config.blocks_per_frame().max(1)) as i32;
         let kv_len: Vec<i32> = first.windows(2).map(|pair| (pair[1] - pair[0]) * block).collect();
         staged.kv_len.set(&kv_len)?;
-        staged.last_tokens.clear();
         let last = ring_plan.qo_indptr[1..].iter().take(ring_plan.real_rows);
-        staged.last_tokens.extend(last.map(|&end| i64::from(end) - 1));
+        let written = staged.last_tokens.set_with(&self.stream, last.len() * DType::I64.size(), |bytes| {
+            for (&end, bytes) in last.zip(bytes.chunks_exact_mut(DType::I64.size())) {
+                bytes.copy_from_slice(&(i64::from(end) - 1).to_ne_bytes());
+            }
+        });
+        self.said(written)?;
         staged.work = least_work(geometry, ring_plan, config, groups);
         Ok(())
     }

@@ -54,7 +54,9 @@ pub(crate) fn workspace_bytes(
         "dense" => Ok(mstar_attn_dense::workspace_bound(geometry, largest, 0)?),
         #[cfg(feature = "flex")]
         // Latents have no values of their own, and nothing here serves them.
-        "flex" => Ok(mstar_attn_flex::workspace_bound(geometry, head_dim_vo.unwrap_or(1), largest, 0)?),
+        "flex" => {
+            Ok(mstar_attn_flex::workspace_bound(geometry, head_dim_vo.unwrap_or(1), largest, 0, device)?)
+        }
         _ => {
             let _ = (geometry, head_dim_vo, largest, device);
             Ok(0)

@@ -99,7 +99,7 @@ impl Model {
                     caches.push((name.clone(), cache));
                 }
                 ResourceKind::Ring(ring) => {
-                    let made = RingCache::new(name.clone(), ring.config.clone())
+                    let made = RingCache::on(stream, name.clone(), ring.config.clone())
                         .with_context(|| format!("resources.{name}"))?;
                     let ring = Arc::new(made);
                     resources.push(ring.clone());

@@ -8,10 +8,11 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use mstar_kernels::mutant::planted;
-use mstar_kernels::{Stream, TensorRef};
+use mstar_kernels::{Device, Stream, TensorRef};
 
 use super::ledger::{Ledger, Open};
 use super::memory::RingMemory;
+use super::slots::StagedFrames;
 use super::{RingConfig, RingGroups, RingKv, RingLayer, RingPlan, RingView, WorldSnapshot};
 use crate::kv::gate::Extent;
 use crate::kv::store::barred_from;
@@ -26,6 +27,7 @@ pub struct RingCache {
     config: Arc<RingConfig>,
     groups: RingGroups,
     memory: RingMemory,
+    places: StagedFrames,
     ledger: Mutex<Ledger>,
 }
 
@@ -33,15 +35,25 @@ pub struct RingCache {
 static NOTHING: RingStep = RingStep { segments: Vec::new() };
 
 impl RingCache {
-    /// A ring of this geometry, all worlds free. It allocates exactly [`RingConfig::memory_bytes`].
+    /// A ring of this geometry on the CPU, all worlds free. It allocates exactly [`RingConfig::memory_bytes`].
     ///
     /// # Errors
     /// An impossible geometry, or memory that cannot be had.
     pub fn new(name: ResourceName, config: RingConfig) -> Result<RingCache> {
+        RingCache::on(Stream::cpu(), name, config)
+    }
+
+    /// As [`RingCache::new`], with frames on `stream`'s device. The ring enqueues what it does to them there: give it the stream
+    /// that layers run on.
+    ///
+    /// # Errors
+    /// As [`RingCache::new`]; what the device says.
+    pub fn on(stream: Stream, name: ResourceName, config: RingConfig) -> Result<RingCache> {
         let config = Arc::new(config);
-        let memory = RingMemory::new(&config)?;
+        let memory = RingMemory::new(&config, stream)?;
+        let places = StagedFrames::on(stream);
         let ledger = Mutex::new(Ledger::new(name.clone(), config.num_worlds));
-        Ok(RingCache { name, groups: config.groups(), memory, ledger, config })
+        Ok(RingCache { name, groups: config.groups(), memory, places, ledger, config })
     }
 
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
@@ -130,7 +142,15 @@ impl Resource for RingCache {
     }
 
     fn plan(&self, cx: &StepContext, _step: &Step) -> Result<()> {
-        self.ledger().plan(cx.serial, (&self.config, &self.groups), cx.bucket)
+        self.ledger().plan(cx.serial, (&self.config, &self.groups), cx.bucket)?;
+        if self.memory.device() == Device::Cpu {
+            return Ok(());
+        }
+        for label in self.plan_labels(cx.serial)? {
+            let plan = self.ring_plan(&PlanId { slot: cx.slot, label, serial: cx.serial })?;
+            self.places.stage(&plan, &self.config, &self.groups)?;
+        }
+        Ok(())
     }
 
     fn promote(&self, cx: &StepContext, _step: &Step) -> Result<Promotion> {
@@ -220,6 +240,12 @@ impl RingKv for RingCache {
         self.memory.check_frames(layer, plan.rows.len(), &k, &v)?;
         let extent = Extent { plan: Arc::as_ptr(&plan).addr(), layer, plane: 0 };
         let write = || -> Result<()> {
+            if self.memory.device() != Device::Cpu {
+                let group = self.groups.of_layer[layer];
+                self.places.of(&plan, group, |places| self.memory.write_at(layer, places, (k, v), stream))?;
+                writes.note(label, layer);
+                return Ok(());
+            }
             for (row, world) in plan.rows.iter().enumerate().filter_map(|(row, r)| Some((row, r.world?))) {
                 self.memory.write(layer, world, row, (k, v), stream)?;
             }

@@ -7,9 +7,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use mstar_kernels::cpu::scatter::scatter;
+use mstar_kernels::cpu::scatter::{scatter, scatter_at};
 use mstar_kernels::mutant::planted;
-use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef};
+use mstar_kernels::{
+    Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef, copy_async, fill,
+};
 
 use super::{RingConfig, RingGeometry, RingLayer};
 use crate::Result;
@@ -29,6 +31,7 @@ pub(super) struct RingMemory {
     config: Arc<RingConfig>,
     /// `0..F`: where a frame's tokens go in the frame.
     order: Vec<i64>,
+    stream: Stream,
 }
 
 /// Keys, or values.
@@ -39,22 +42,29 @@ enum Part {
 }
 
 impl RingMemory {
-    /// Zeroed memory for a checked geometry: exactly [`RingConfig::memory_bytes`].
-    pub(super) fn new(config: &Arc<RingConfig>) -> Result<RingMemory> {
+    /// Zeroed memory for a checked geometry, exactly [`RingConfig::memory_bytes`], on `stream`'s device. Copies go on `stream`,
+    /// in order with the layers that write and read frames.
+    pub(super) fn new(config: &Arc<RingConfig>, stream: Stream) -> Result<RingMemory> {
         config.check()?;
+        let device = stream.device();
         let layers = config.layers.iter().map(|&geometry| {
             let (tokens, heads) = (config.layer_tokens(&geometry), config.num_kv_heads);
-            let buffer = |width| Buffer::for_tensor(config.dtype, &[tokens, heads, width]);
+            let buffer = |width| Buffer::for_tensor_on(device, config.dtype, &[tokens, heads, width]);
             Ok(Layer { geometry, k: buffer(config.head_dim)?, v: buffer(config.head_dim_vo)? })
         });
         let layers = layers.collect::<Result<_>>()?;
         let order = (0..config.tokens_per_frame as i64).collect();
-        Ok(RingMemory { layers, config: Arc::clone(config), order })
+        Ok(RingMemory { layers, config: Arc::clone(config), order, stream })
     }
 
     /// Bytes allocated.
     pub(super) fn allocated(&self) -> usize {
         self.layers.iter().map(|layer| layer.k.len() + layer.v.len()).sum()
+    }
+
+    /// Where it is.
+    pub(super) fn device(&self) -> Device {
+        self.stream.device()
     }
 
     fn find(&self, layer: usize) -> Result<&Layer> {
@@ -93,8 +103,9 @@ impl RingMemory {
         self.find(layer)?;
         let RingConfig { tokens_per_frame, num_kv_heads, head_dim, head_dim_vo, dtype, .. } = *self.config;
         let extents = |width| [Some(rows * tokens_per_frame), Some(num_kv_heads), Some(width)];
-        k.expect("k", "[R * F, G, D]", &extents(head_dim), Some(dtype), Device::Cpu)?;
-        Ok(v.expect("v", "[R * F, G, Dv]", &extents(head_dim_vo), Some(dtype), Device::Cpu)?)
+        let device = self.device();
+        k.expect("k", "[R * F, G, D]", &extents(head_dim), Some(dtype), device)?;
+        Ok(v.expect("v", "[R * F, G, Dv]", &extents(head_dim_vo), Some(dtype), device)?)
     }
 
     /// Writes row `row` of checked frames to a world's scratch.
@@ -119,6 +130,26 @@ impl RingMemory {
         Ok(())
     }
 
+    /// Writes checked frames to the scratches of all worlds of a plan, by the places of their tokens on the device, `[R * F]` i64.
+    ///
+    /// The caller is the only one who touches those scratches in this layer meanwhile, as in [`RingMemory::write`].
+    pub(super) fn write_at(
+        &self,
+        layer: usize,
+        places: TensorRef<'_>,
+        (k, v): (TensorRef<'_>, TensorRef<'_>),
+        stream: &Stream,
+    ) -> Result<()> {
+        let layer = self.find(layer)?;
+        let frames = self.config.num_worlds * layer.geometry.frames();
+        for (part, entries) in [(Part::Keys, k), (Part::Values, v)] {
+            // SAFETY: what is written are scratches, which are the caller's alone.
+            let to = unsafe { self.frames_mut(layer, part, 0, 0..frames)? };
+            scatter_at(stream, places, entries, to)?;
+        }
+        Ok(())
+    }
+
     /// Copies a world's scratch to the slot that frame `frame_pos` takes, in every layer that keeps it. Nobody else
     /// touches the world meanwhile.
     pub(super) fn keep(&self, world: usize, frame_pos: u64) -> Result<()> {
@@ -127,9 +158,11 @@ impl RingMemory {
             let scratch = layer.geometry.ring_frames;
             for part in [Part::Keys, Part::Values] {
                 let from = self.bytes(layer, part, world, scratch..scratch + 1)?;
-                // SAFETY: slot and scratch are different frames, and the world is the caller's alone.
-                let mut to = unsafe { self.bytes_mut(layer, part, world, slot..slot + 1)? };
-                octets_mut(&mut to).copy_from_slice(octets(&from));
+                // SAFETY: slot and scratch are different frames of buffers that live as long as this, and the world is the
+                // caller's alone: whoever has it next works behind the copy on the same stream.
+                unsafe {
+                    copy_async(&self.stream, from, self.bytes_mut(layer, part, world, slot..slot + 1)?)?
+                };
             }
         }
         Ok(())
@@ -140,46 +173,59 @@ impl RingMemory {
         for layer in &self.layers {
             for part in [Part::Keys, Part::Values] {
                 // SAFETY: the world is the caller's alone.
-                let mut to = unsafe { self.bytes_mut(layer, part, world, 0..layer.geometry.frames())? };
-                octets_mut(&mut to).fill(0);
+                let to = unsafe { self.bytes_mut(layer, part, world, 0..layer.geometry.frames())? };
+                fill(&self.stream, to, 0)?;
             }
         }
         Ok(())
     }
 
-    /// Copies a world to the host, layer after layer, keys and then values. Nobody writes it meanwhile.
+    /// Copies a world to the host, layer after layer, keys and then values, and waits for the copies. Nobody writes it meanwhile.
     ///
     /// # Errors
-    /// When the host has no memory for it.
+    /// When the host has no memory for it; what the device says.
     pub(super) fn save(&self, world: usize) -> Result<Buffer> {
         let mut host = Buffer::zeroed(self.config.world_bytes()?)?;
-        let bytes = host.len();
-        let mut view = host.tensor_mut(0, DType::U8, &[bytes])?;
-        let mut rest = octets_mut(&mut view);
-        for layer in &self.layers {
-            for part in [Part::Keys, Part::Values] {
-                let from = self.bytes(layer, part, world, 0..layer.geometry.frames())?;
-                let (to, after) = std::mem::take(&mut rest).split_at_mut(from.numel());
-                if !(planted("ring-snapshot-without-values") && matches!(part, Part::Values)) {
-                    to.copy_from_slice(octets(&from));
-                }
-                rest = after;
+        let saved = self.parts(|layer, part, at| {
+            let from = self.bytes(layer, part, world, 0..layer.geometry.frames())?;
+            if planted("ring-snapshot-without-values") && matches!(part, Part::Values) {
+                return Ok(from.numel());
             }
-        }
+            let to = host.tensor_mut(at, DType::U8, from.shape())?;
+            // SAFETY: this waits below, on every path, before `host` goes to anybody.
+            unsafe { copy_async(&self.stream, from, to)? };
+            Ok(from.numel())
+        });
+        let waited = self.stream.synchronize();
+        saved?;
+        waited?;
         Ok(host)
     }
 
-    /// Copies a saved world of the same geometry back. Nobody else touches the world meanwhile.
+    /// Copies a saved world of the same geometry back, and waits for the copies. Nobody else touches the world meanwhile.
+    ///
+    /// # Errors
+    /// What the device says; the world holds anything then.
     pub(super) fn load(&self, world: usize, host: &Buffer) -> Result<()> {
-        let view = host.tensor(0, DType::U8, &[self.config.world_bytes()?])?;
-        let mut rest = octets(&view);
+        let loaded = self.parts(|layer, part, at| {
+            // SAFETY: the world is the caller's alone.
+            let to = unsafe { self.bytes_mut(layer, part, world, 0..layer.geometry.frames())? };
+            let bytes = to.numel();
+            // SAFETY: this waits below, on every path, while `host` is borrowed.
+            unsafe { copy_async(&self.stream, host.tensor(at, DType::U8, &[bytes])?, to)? };
+            Ok(bytes)
+        });
+        let waited = self.stream.synchronize();
+        loaded?;
+        Ok(waited?)
+    }
+
+    /// Calls `each` for the keys and the values of every layer, with the bytes before them in a saved world; it returns their own.
+    fn parts(&self, mut each: impl FnMut(&Layer, Part, usize) -> Result<usize>) -> Result<()> {
+        let mut at = 0;
         for layer in &self.layers {
             for part in [Part::Keys, Part::Values] {
-                // SAFETY: the world is the caller's alone.
-                let mut to = unsafe { self.bytes_mut(layer, part, world, 0..layer.geometry.frames())? };
-                let (from, after) = rest.split_at(to.numel());
-                octets_mut(&mut to).copy_from_slice(from);
-                rest = after;
+                at += each(layer, part, at)?;
             }
         }
         Ok(())
@@ -239,12 +285,4 @@ impl RingMemory {
         let (offset, bytes) = self.span(layer, width, world, &frames);
         Ok(buffer.tensor(offset, DType::U8, &[bytes])?)
     }
-}
-
-fn octets<'a>(view: &TensorRef<'a>) -> &'a [u8] {
-    view.as_slice().expect("a contiguous view of bytes on the host")
-}
-
-fn octets_mut<'a>(view: &'a mut TensorMut<'_>) -> &'a mut [u8] {
-    view.as_mut_slice().expect("a contiguous view of bytes on the host")
 }

@@ -16,6 +16,7 @@
 //! | `config` | geometry by layer, its checks, bytes |
 //! | `visible` | which slots a pass sees: growing, then periodic |
 //! | `plan` | packed rows and their visible blocks |
+//! | `slots` | where a pass's tokens go, as a device reads it |
 //! | `memory` | keys and values of every layer; copies, zeros, snapshots; the unsafe lines |
 //! | `ledger` | who owns which world, clocks, outstanding steps; under one lock |
 //! | `cache`, `snapshot` | the resource; one world on the host |
@@ -26,6 +27,7 @@ mod config;
 mod ledger;
 mod memory;
 mod plan;
+mod slots;
 mod snapshot;
 mod view;
 mod visible;
