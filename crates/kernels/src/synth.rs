@@ -19,7 +19,7 @@
 
 use half::{bf16, f16};
 
-use crate::{Element, Error, Result, TensorMut};
+use crate::{DType, Element, Error, Result, Stream, TensorMut, TensorRef};
 
 /// What an array holds; each kind draws from its own stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -167,6 +167,45 @@ pub fn fill(seed: u64, kind: Kind, layer: usize, keys: &[u64], out: &mut TensorM
         crate::DType::F16 => fill_typed::<f16>(stem, keys, out),
         got => Err(Error::DTypeMismatch { tensor: "out", expected: "f32, bf16 or f16".into(), got }),
     }
+}
+
+/// As [`fill`], by keys that lie on the stream's device as the bits of `[T]` i64, contiguous; `out` lies there too. The bits are the
+/// same on every device.
+///
+/// # Errors
+/// As [`fill`]; keys or `out` on another device than the stream's.
+pub fn fill_at(
+    stream: &Stream,
+    seed: u64,
+    kind: Kind,
+    layer: usize,
+    keys: TensorRef<'_>,
+    out: &mut TensorMut<'_>,
+) -> Result<()> {
+    let device = crate::device::supported("synthetic values", stream)?;
+    let shape = out.shape();
+    if !matches!(shape.len(), 2 | 3) {
+        return Err(Error::Shape { tensor: "out", expected: "[T, heads, D] or [T, D]".into(), got: shape.to_vec() });
+    }
+    keys.expect("keys", "[T]", &[Some(shape[0])], Some(DType::I64), device)?;
+    if let Some(keys) = keys.as_slice::<i64>() {
+        return fill(seed, kind, layer, bytemuck::cast_slice(keys), out);
+    }
+    let extents = [None; 3];
+    out.expect("out", "[T, heads, D]", &extents[..out.rank()], None, device)?;
+    if !out.dtype().is_float() {
+        let expected = "f32, bf16 or f16".into();
+        return Err(Error::DTypeMismatch { tensor: "out", expected, got: out.dtype() });
+    }
+    crate::cpu::tokens::apart("out", out)?;
+    if !keys.is_contiguous() {
+        let (shape, strides) = (keys.shape().to_vec(), keys.strides().to_vec());
+        return Err(Error::Layout { tensor: "keys", shape, strides });
+    }
+    #[cfg(feature = "cuda")]
+    return crate::cuda::synth::fill(stream, stem(seed, kind, layer), &keys, out);
+    #[cfg(not(feature = "cuda"))]
+    Err(Error::Unsupported { operation: "synthetic values", device, why: "this build is without CUDA".into() })
 }
 
 fn fill_typed<T: Exact>(stem: u64, keys: &[u64], out: &mut TensorMut<'_>) -> Result<()> {

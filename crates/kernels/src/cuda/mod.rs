@@ -21,11 +21,13 @@ mod driver;
 pub(crate) mod exec;
 mod graph;
 pub mod jit;
+pub(crate) mod join;
 mod launch;
 mod memory;
 pub(crate) mod moves;
 pub mod peak;
 mod queue;
+pub(crate) mod synth;
 #[cfg(test)]
 mod tests;
 mod transfer;

@@ -54,6 +54,8 @@ impl Unit {
 
     /// Whole entries from place to place.
     pub const MOVE: Unit = unit!("move.cu");
+    /// Partial results of attention joined.
+    pub const JOIN: Unit = unit!("join.cu");
     /// Synthetic queries, keys and values.
     pub const SYNTH: Unit = unit!("synth.cu");
 
@@ -88,6 +90,7 @@ impl Unit {
         Unit::SPARSE,
         Unit::PICKS,
         Unit::MOVE,
+        Unit::JOIN,
         Unit::SYNTH,
     ];
 
