@@ -10,11 +10,11 @@
 //! for bit; what its `o` holds is not read. `-1e30` is not empty. `+inf` is not a state that attention can
 //! reach: it gives NaN, never a plausible number. A sink is part of one side only.
 
+#[cfg(feature = "cuda")]
+use crate::Device;
 use crate::cpu::merge::{Merge, Rows};
 use crate::cpu::tokens::apart;
 use crate::mutant::planted;
-#[cfg(feature = "cuda")]
-use crate::Device;
 use crate::{DType, Error, Result, Stream, TensorMut, TensorRef};
 
 /// One partial result.

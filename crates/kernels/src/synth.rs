@@ -185,7 +185,11 @@ pub fn fill_at(
     let device = crate::device::supported("synthetic values", stream)?;
     let shape = out.shape();
     if !matches!(shape.len(), 2 | 3) {
-        return Err(Error::Shape { tensor: "out", expected: "[T, heads, D] or [T, D]".into(), got: shape.to_vec() });
+        return Err(Error::Shape {
+            tensor: "out",
+            expected: "[T, heads, D] or [T, D]".into(),
+            got: shape.to_vec(),
+        });
     }
     keys.expect("keys", "[T]", &[Some(shape[0])], Some(DType::I64), device)?;
     if let Some(keys) = keys.as_slice::<i64>() {
@@ -205,7 +209,11 @@ pub fn fill_at(
     #[cfg(feature = "cuda")]
     return crate::cuda::synth::fill(stream, stem(seed, kind, layer), &keys, out);
     #[cfg(not(feature = "cuda"))]
-    Err(Error::Unsupported { operation: "synthetic values", device, why: "this build is without CUDA".into() })
+    Err(Error::Unsupported {
+        operation: "synthetic values",
+        device,
+        why: "this build is without CUDA".into(),
+    })
 }
 
 fn fill_typed<T: Exact>(stem: u64, keys: &[u64], out: &mut TensorMut<'_>) -> Result<()> {

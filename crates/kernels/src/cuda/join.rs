@@ -67,7 +67,12 @@ impl Partial {
 ///
 /// # Errors
 /// More than [`MOST`] inputs; a kernel that cannot be built; what a launch is refused with.
-pub(crate) fn join(stream: &Stream, inputs: &[(Rows, Rows)], out: &(Rows, Rows), shape: [usize; 3]) -> Result<()> {
+pub(crate) fn join(
+    stream: &Stream,
+    inputs: &[(Rows, Rows)],
+    out: &(Rows, Rows),
+    shape: [usize; 3],
+) -> Result<()> {
     if inputs.len() > MOST {
         let why = format!("a device joins at most {MOST} at once; join some of them first");
         return Err(Error::Parameter { name: "parts", why, got: inputs.len().to_string() });
@@ -88,7 +93,8 @@ pub(crate) fn join(stream: &Stream, inputs: &[(Rows, Rows)], out: &(Rows, Rows),
         *to = Partial::of(input);
     }
     let device = stream.device();
-    let function = jit::function(device, &Key::new(Unit::JOIN, "join").with("OUT_TYPE", number(out.0.dtype).into()))?;
+    let function =
+        jit::function(device, &Key::new(Unit::JOIN, "join").with("OUT_TYPE", number(out.0.dtype).into()))?;
     let most = 8 * Context::of(device)?.sm_count() as usize;
     let blocks = (tokens * heads).div_ceil(WARPS).clamp(1, most) as u32;
     let how = Launch { grid: [blocks, 1, 1], block: WARPS as u32 * 32, shared: 0 };

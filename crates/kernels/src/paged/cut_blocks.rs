@@ -6,9 +6,9 @@
 
 use crate::work::{DIRECT, Item, Member, Merge, Part, Row, WorkList};
 
-use super::Family;
 use super::family::latent_tokens;
 use super::schedule::{leaves, visible};
+use super::{Family, Geometry, Stored};
 
 /// Query vectors (tokens times heads of a group) of an item of the tile family.
 pub(crate) const TILE_ROWS: usize = 128;
@@ -79,13 +79,11 @@ pub(super) fn cut(list: &mut WorkList) {
     list.scratch.blocks = scratch;
 }
 
-/// Query tokens of a row's items.
-fn item_tokens(list: &WorkList, row: &Row) -> u32 {
-    let group = list.geometry.group().max(1);
-    match row.family {
-        family if family == Family::Tile as u32 => (TILE_ROWS / group).max(1) as u32,
-        family if family == Family::LatentTile as u32 => latent_tokens(&list.geometry) as u32,
-        _ => row.q_len,
+/// Query tokens of an item of the families whose rows are spread over items.
+pub(crate) fn cut_tokens(geometry: &Geometry, stored: Stored) -> usize {
+    match stored {
+        Stored::Latents => latent_tokens(geometry),
+        _ => (TILE_ROWS / geometry.group().max(1)).max(1),
     }
 }
 
@@ -93,7 +91,7 @@ fn row(list: &mut WorkList, index: usize, units: &mut Vec<Item>) {
     let row = list.rows[index];
     let group = list.geometry.group();
     let heads = list.geometry.num_kv_heads;
-    let tokens = item_tokens(list, &row);
+    let tokens = if is_few(&row) { row.q_len } else { cut_tokens(&list.geometry, list.stored) as u32 };
     let mut q_begin = 0;
     while q_begin < row.q_len {
         let q_count = tokens.min(row.q_len - q_begin);

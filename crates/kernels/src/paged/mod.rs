@@ -18,6 +18,8 @@ mod tests;
 
 #[cfg(feature = "paged")]
 pub use attend::{AttendParams, attend, workspace_bytes};
+#[cfg(feature = "cuda")]
+pub(crate) use cut_blocks::cut_tokens;
 pub(crate) use family::Stored;
 pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
 pub use geometry::{Geometry, MAX_HEAD_DIM};

@@ -96,6 +96,34 @@ DEVICE float change(const Image* image, float s, const Pair& pair) {
     MSTAR_BUILT_IN(3, SCORE_3)
 #endif
 #endif
+#if SCORES > 4
+#if SCORE_4 == SCORE_USER
+    s = user_score_4(s, MSTAR_USER(4));
+#else
+    MSTAR_BUILT_IN(4, SCORE_4)
+#endif
+#endif
+#if SCORES > 5
+#if SCORE_5 == SCORE_USER
+    s = user_score_5(s, MSTAR_USER(5));
+#else
+    MSTAR_BUILT_IN(5, SCORE_5)
+#endif
+#endif
+#if SCORES > 6
+#if SCORE_6 == SCORE_USER
+    s = user_score_6(s, MSTAR_USER(6));
+#else
+    MSTAR_BUILT_IN(6, SCORE_6)
+#endif
+#endif
+#if SCORES > 7
+#if SCORE_7 == SCORE_USER
+    s = user_score_7(s, MSTAR_USER(7));
+#else
+    MSTAR_BUILT_IN(7, SCORE_7)
+#endif
+#endif
     return s;
 }
 
@@ -127,6 +155,34 @@ DEVICE bool keep(const Image* image, const Pair& pair) {
     if (!user_mask_3(MSTAR_USER(SCORES + 3))) return false;
 #else
     if (!keeps<MASK_3>(image, MSTAR_TABLE(SCORES + 3), pair)) return false;
+#endif
+#endif
+#if MASKS > 4
+#if MASK_4 == MASK_USER
+    if (!user_mask_4(MSTAR_USER(SCORES + 4))) return false;
+#else
+    if (!keeps<MASK_4>(image, MSTAR_TABLE(SCORES + 4), pair)) return false;
+#endif
+#endif
+#if MASKS > 5
+#if MASK_5 == MASK_USER
+    if (!user_mask_5(MSTAR_USER(SCORES + 5))) return false;
+#else
+    if (!keeps<MASK_5>(image, MSTAR_TABLE(SCORES + 5), pair)) return false;
+#endif
+#endif
+#if MASKS > 6
+#if MASK_6 == MASK_USER
+    if (!user_mask_6(MSTAR_USER(SCORES + 6))) return false;
+#else
+    if (!keeps<MASK_6>(image, MSTAR_TABLE(SCORES + 6), pair)) return false;
+#endif
+#endif
+#if MASKS > 7
+#if MASK_7 == MASK_USER
+    if (!user_mask_7(MSTAR_USER(SCORES + 7))) return false;
+#else
+    if (!keeps<MASK_7>(image, MSTAR_TABLE(SCORES + 7), pair)) return false;
 #endif
 #endif
     return true;

@@ -4,7 +4,8 @@
 
 use bytemuck::{Pod, Zeroable, bytes_of, cast_slice};
 
-use crate::work::WorkList;
+use crate::paged::{APPEND_LEAF, APPEND_QUERIES, DECODE_LEAF, LATENT_LEAF};
+use crate::work::{Item, Member, Merge, Part, Row, Segment, WorkList};
 use crate::{Error, Result};
 
 /// What the image starts with; `cu/list.cuh` has the same. Offsets are in bytes from its start, multiples of [`ALIGN`].
@@ -90,6 +91,28 @@ impl Layout {
             return Err(Error::Overflow { shape: vec![bytes] });
         }
         Ok(Layout { header, bytes: at })
+    }
+
+    /// Bytes that lists of this one's capacity never exceed, however often it is made again: what counts is how many rows and page
+    /// ids it has room for, and its query tokens, of which a tile has `tile_tokens`.
+    pub(crate) fn bound(work: &WorkList, tile_tokens: usize) -> usize {
+        let (rows, pages, tokens) = (work.rows.capacity(), work.pages.capacity(), work.num_tokens);
+        let keys = pages.saturating_mul(work.geometry.page_size);
+        let heads = work.geometry.num_kv_heads;
+        let leaves = |leaf: u32| keys / leaf as usize + 2 * rows;
+        // Only rows of few queries have more than one leaf.
+        let cut_tiles = tokens.min(APPEND_QUERIES).div_ceil(tile_tokens) + 1;
+        let tiles = tokens.div_ceil(tile_tokens) + rows;
+        let units = leaves(DECODE_LEAF.min(LATENT_LEAF)) + cut_tiles * leaves(APPEND_LEAF) + tiles;
+        let each = heads * size_of::<Item>() + size_of::<Member>() + size_of::<Part>();
+        let merges = (tiles + rows) * heads * size_of::<Merge>();
+        let others = pages * size_of::<i32>() + size_of_val(&work.mask[..]);
+        size_of::<Header>()
+            + rows * (size_of::<Row>() + size_of::<Segment>())
+            + units.saturating_mul(each)
+            + merges
+            + others
+            + 16 * ALIGN
     }
 
     /// Bytes of all that [`Layout::write`] writes.

@@ -5,7 +5,7 @@ use std::fmt;
 use crate::cpu::paged::Call;
 use crate::cuda::jit::{self, Key};
 use crate::cuda::{Context, Function, Launch, launch};
-use crate::paged::{Stored, Target};
+use crate::paged::{Stored, Target, cut_tokens};
 use crate::staged::Staged;
 use crate::work::WorkList;
 use crate::{Device, Error, Result, Stream, TensorMut, TensorRef};
@@ -165,6 +165,10 @@ impl OnDevice {
         let layout = Layout::of(work, self.mods.tables.len(), self.mods.bytes())?;
         let words_at = layout.bytes();
         let (mods, bytes) = (&self.mods, words_at + self.mods.bytes());
+        if work.fixed {
+            // A captured run knows this address: it must do for every list to come.
+            self.image.reserve(Layout::bound(work, cut_tokens(&work.geometry, work.stored)))?;
+        }
         self.image.set_with(stream, bytes, |to| {
             layout.write(work, mods.tables_at(words_at as u32), to);
             to[words_at..bytes].copy_from_slice(bytemuck::cast_slice(&mods.words));

@@ -27,6 +27,8 @@ mod plain;
 mod select;
 #[cfg(feature = "dsa")]
 mod sparse;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use list::stage;
 #[cfg(feature = "flex")]

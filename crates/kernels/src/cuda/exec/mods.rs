@@ -7,7 +7,7 @@ use crate::cuda::jit::Key;
 use super::image::ModTable;
 
 /// Score mods, and mask mods, that a call may have on a device.
-const MOST: usize = 4;
+const MOST: usize = 8;
 
 /// Which mods a call has: what kernels are compiled for. `None`s are left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -18,8 +18,9 @@ pub(crate) struct Kinds {
     snippet: Option<Arc<str>>,
 }
 
-const SCORE: [&str; MOST] = ["SCORE_0", "SCORE_1", "SCORE_2", "SCORE_3"];
-const MASK: [&str; MOST] = ["MASK_0", "MASK_1", "MASK_2", "MASK_3"];
+const SCORE: [&str; MOST] =
+    ["SCORE_0", "SCORE_1", "SCORE_2", "SCORE_3", "SCORE_4", "SCORE_5", "SCORE_6", "SCORE_7"];
+const MASK: [&str; MOST] = ["MASK_0", "MASK_1", "MASK_2", "MASK_3", "MASK_4", "MASK_5", "MASK_6", "MASK_7"];
 
 impl Kinds {
     /// A kernel's key with these mods.

@@ -15,7 +15,7 @@ pub struct Defines {
 
 impl Defines {
     /// The most a variant may have.
-    pub const MOST: usize = 24;
+    pub const MOST: usize = 32;
 
     /// None.
     pub const fn new() -> Defines {

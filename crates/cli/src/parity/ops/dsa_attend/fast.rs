@@ -13,6 +13,7 @@ use crate::parity::place::Place;
 
 /// Runs a case; its lse in the case's base.
 pub(in crate::parity::ops) fn fast(case: &Case, place: &Place) -> Result<Outputs, NotRun> {
+    place.on_cpu()?;
     outputs(case, place, run_case::<f32>, run_case::<bf16>, run_case::<f16>)
 }
 

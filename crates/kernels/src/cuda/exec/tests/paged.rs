@@ -1,0 +1,270 @@
+//! Batches over pages: whole runs, alone and in company, eager and captured.
+
+use half::bf16;
+
+use super::{DEVICE, put, stream, take};
+use crate::cuda::capture;
+use crate::paged::{
+    AttendParams, Geometry, PageTable, ScheduleOptions, Target, Variant, attend, schedule, workspace_bytes,
+};
+use crate::plan::{Capacity, Heads, Plan, PlanOptions};
+use crate::work::{DIRECT, WorkList};
+use crate::{Buffer, DType, Element, Error, Stream};
+
+const PAGE: usize = 16;
+const PAGES: usize = 200;
+const G: usize = 2;
+const D: usize = 32;
+
+fn geometry(group: usize) -> Geometry {
+    Geometry {
+        num_qo_heads: G * group,
+        num_kv_heads: G,
+        head_dim_qk: D,
+        head_dim_vo: D,
+        page_size: PAGE,
+        q_dtype: DType::Bf16,
+        kv_dtype: DType::Bf16,
+    }
+}
+
+/// A batch: `(q_len, kv_len)` a row, and where each row's pages start in a shuffled pool.
+struct Batch {
+    rows: Vec<(usize, usize, usize)>,
+}
+
+struct Arrays {
+    qo: Vec<i32>,
+    indptr: Vec<i32>,
+    indices: Vec<i32>,
+    last: Vec<i32>,
+}
+
+impl Batch {
+    fn arrays(&self) -> Arrays {
+        let mut arrays = Arrays { qo: vec![0], indptr: vec![0], indices: vec![], last: vec![] };
+        for &(q, kv, first) in &self.rows {
+            arrays.qo.push(arrays.qo[arrays.qo.len() - 1] + q as i32);
+            arrays.indices.extend((0..kv.div_ceil(PAGE)).map(|page| ((first + page) * 61 % PAGES) as i32));
+            arrays.indptr.push(arrays.indices.len() as i32);
+            arrays.last.push(if kv == 0 { 0 } else { ((kv - 1) % PAGE + 1) as i32 });
+        }
+        arrays
+    }
+}
+
+impl Arrays {
+    fn table(&self) -> PageTable<'_> {
+        PageTable {
+            qo_indptr: &self.qo,
+            kv_indptr: &self.indptr,
+            kv_indices: &self.indices,
+            kv_last_page_len: &self.last,
+            num_pages: PAGES,
+            ..PageTable::default()
+        }
+    }
+}
+
+/// The pool, and what is read and written.
+struct Bench {
+    k: Buffer,
+    v: Buffer,
+    q: Buffer,
+    o: Buffer,
+    lse: Buffer,
+    workspace: Buffer,
+    heads: usize,
+    tokens: usize,
+}
+
+fn value(index: usize, salt: usize) -> bf16 {
+    let hash = (index.wrapping_mul(0x9e37_79b1) ^ salt.wrapping_mul(0x85eb_ca6b)) as u32;
+    bf16::from_f32((hash.wrapping_mul(0x27d4_eb2f) >> 8) as f32 / (1 << 23) as f32 - 1.0)
+}
+
+impl Bench {
+    fn new(stream: &Stream, tokens: usize, heads: usize) -> Bench {
+        let pool = |salt| -> Vec<bf16> { (0..PAGES * PAGE * G * D).map(|i| value(i, salt)).collect() };
+        let q: Vec<bf16> = (0..tokens * heads * D).map(|i| value(i, 3)).collect();
+        Bench {
+            k: put(stream, &pool(1), &[PAGES, PAGE, G, D]),
+            v: put(stream, &pool(2), &[PAGES, PAGE, G, D]),
+            q: put(stream, &q, &[tokens, heads, D]),
+            o: put(stream, &vec![bf16::NAN; tokens * heads * D], &[tokens, heads, D]),
+            lse: put(stream, &vec![f32::NAN; tokens * heads], &[tokens, heads]),
+            workspace: Buffer::zeroed_on(DEVICE, 4 << 20).unwrap(),
+            heads,
+            tokens,
+        }
+    }
+
+    fn run(&mut self, stream: &Stream, work: &WorkList) -> crate::Result<()> {
+        let (pool, shape) = ([PAGES, PAGE, G, D], [self.tokens, self.heads, D]);
+        let bytes = self.workspace.len();
+        assert!(workspace_bytes(work, 1) <= bytes);
+        let params = AttendParams {
+            work,
+            q: self.q.tensor(0, DType::Bf16, &shape)?,
+            k: self.k.tensor(0, DType::Bf16, &pool)?,
+            v: self.v.tensor(0, DType::Bf16, &pool)?,
+            sinks: None,
+            alibi_slopes: None,
+            o: self.o.tensor_mut(0, DType::Bf16, &shape)?,
+            lse: Some(self.lse.tensor_mut(0, f32::DTYPE, &shape[..2])?),
+            workspace: self.workspace.tensor_mut(0, DType::U8, &[bytes])?,
+            workers: 1,
+        };
+        attend(stream, params)
+    }
+
+    /// `o` and `lse` as bits.
+    fn bits(&self, stream: &Stream) -> (Vec<u16>, Vec<u32>) {
+        let o = take::<bf16>(stream, &self.o, self.tokens * self.heads * D);
+        let lse = take::<f32>(stream, &self.lse, self.tokens * self.heads);
+        (o.into_iter().map(bf16::to_bits).collect(), lse.into_iter().map(f32::to_bits).collect())
+    }
+}
+
+#[test]
+fn a_list_for_blocks_covers_every_token_head_and_leaf_once_and_has_the_rows_of_one_for_threads() {
+    let batch =
+        Batch { rows: vec![(1, 1500, 0), (40, 40, 3), (1, 0, 0), (0, 64, 9), (3, 700, 5), (300, 320, 7)] };
+    let (arrays, geometry) = (batch.arrays(), geometry(4));
+    for variant in
+        [Variant::causal(D), Variant::full(D), Variant { window_left: Some(100), ..Variant::causal(D) }]
+    {
+        let [mut threads, mut blocks] = [WorkList::default(), WorkList::default()];
+        let of = |target| ScheduleOptions { target, pad_to: Some(360), ..ScheduleOptions::default() };
+        schedule(&geometry, &variant, &arrays.table(), &of(Target::Threads), &mut threads).unwrap();
+        schedule(&geometry, &variant, &arrays.table(), &of(Target::Blocks), &mut blocks).unwrap();
+        assert_eq!(threads.rows(), blocks.rows());
+        // Times that each (token, head) is written.
+        let mut written = vec![0; 360 * G];
+        let mut floats = vec![false; blocks.partial_len as usize];
+        for (index, item) in blocks.items().iter().enumerate() {
+            assert_eq!((item.member_count, item.kv_head_count, item.leaf_end - item.leaf_begin), (1, 1, 1));
+            let member = blocks.members()[item.member_begin as usize];
+            let row = blocks.rows()[member.row as usize];
+            assert_eq!(index < blocks.few, row.family == 0, "few query vectors first");
+            let lanes = item.q_count as usize * 4;
+            assert!(lanes <= 128 && item.q_begin + item.q_count <= row.q_len);
+            if member.partial == DIRECT {
+                for token in 0..item.q_count {
+                    written
+                        [(row.q_begin + item.q_begin + token) as usize * G + item.kv_head_begin as usize] +=
+                        1;
+                }
+            } else {
+                let len = crate::cpu::paged::state_len(lanes, D);
+                let at = member.partial as usize + item.kv_head_begin as usize * len;
+                assert!(floats[at..at + len].iter().all(|taken| !taken), "states overlap");
+                floats[at..at + len].fill(true);
+            }
+        }
+        for few in [&blocks.items()[..blocks.few], &blocks.items()[blocks.few..]] {
+            assert!(few.windows(2).all(|pair| pair[0].cost * 9 / 8 + 8 >= pair[1].cost), "longest first");
+        }
+        for merge in blocks.merges() {
+            let row = blocks.rows()[merge.row as usize];
+            let parts = &blocks.parts()[merge.part_begin as usize..][..merge.part_count as usize];
+            assert!(parts.windows(2).all(|pair| pair[0].index + 1 == pair[1].index && pair[0].level == 0));
+            for token in 0..merge.q_count {
+                written[(row.q_begin + merge.q_begin + token) as usize * G + merge.kv_head_begin as usize] +=
+                    1;
+            }
+        }
+        assert!(written.iter().all(|&times| times == 1), "{variant:?}");
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_alone_and_in_company() {
+    let Some(owned) = stream() else { return };
+    let stream = owned.stream();
+    let (geometry, variant) = (geometry(4), Variant::causal(D));
+    let company = Batch { rows: vec![(1, 1300, 0), (33, 600, 11), (1, 1, 4), (2, 50, 70), (1, 0, 0)] };
+    let arrays = company.arrays();
+    let options = PlanOptions { device: DEVICE, ..PlanOptions::default() };
+    let mut plan = Plan::<Heads>::new(&geometry, &variant, &arrays.table(), &options).unwrap();
+    plan.stage(&stream).unwrap();
+    let tokens = plan.num_tokens();
+    let mut bench = Bench::new(&stream, tokens, G * 4);
+    bench.run(&stream, plan.work()).unwrap();
+    let all = bench.bits(&stream);
+    assert!(all.1[(tokens - 1) * 8..].iter().all(|&bits| f32::from_bits(bits) == f32::NEG_INFINITY));
+    assert!(all.0[(tokens - 1) * 8 * D..].iter().all(|&bits| bits == 0));
+    let mut begin = 0;
+    for &(q, kv, first) in &company.rows {
+        let alone = Batch { rows: vec![(q, kv, first)] }.arrays();
+        plan.replan(&geometry, &variant, &alone.table(), &options).unwrap();
+        plan.stage(&stream).unwrap();
+        let mut own = Bench::new(&stream, q, G * 4);
+        let whole: Vec<bf16> = (0..tokens * 8 * D).map(|i| value(i, 3)).collect();
+        own.q = put(&stream, &whole[begin * 8 * D..(begin + q) * 8 * D], &[q, 8, D]);
+        own.run(&stream, plan.work()).unwrap();
+        let bits = own.bits(&stream);
+        assert_eq!(bits.0, all.0[begin * 8 * D..(begin + q) * 8 * D], "{q} {kv}");
+        assert_eq!(bits.1, all.1[begin * 8..(begin + q) * 8]);
+        begin += q;
+    }
+}
+
+#[test]
+fn a_captured_run_goes_over_whatever_list_was_staged_last() {
+    let Some(owned) = stream() else { return };
+    let stream = owned.stream();
+    let (geometry, variant) = (geometry(2), Variant::causal(D));
+    let capacity = Some(Capacity { rows: 4, tokens: 24, pages: 150 });
+    let options = PlanOptions { device: DEVICE, capacity, ..PlanOptions::default() };
+    let batches = [
+        vec![(1, 700, 0)],
+        vec![(1, 20, 5), (1, 1200, 7), (1, 600, 90)],
+        vec![(20, 30, 1), (1, 513, 3)],
+        vec![],
+        vec![(1, 1, 0), (1, 2, 4), (1, 3, 8), (1, 4, 12)],
+    ];
+    let first = Batch { rows: batches[0].clone() }.arrays();
+    let mut plan = Plan::<Heads>::new(&geometry, &variant, &first.table(), &options).unwrap();
+    plan.stage(&stream).unwrap();
+    let mut bench = Bench::new(&stream, 24, G * 2);
+    let graph = capture(&stream, || bench.run(&stream, plan.work())).unwrap();
+    for rows in batches {
+        let arrays = Batch { rows }.arrays();
+        plan.replan(&geometry, &variant, &arrays.table(), &options).unwrap();
+        plan.stage(&stream).unwrap();
+        // SAFETY: the bench and the plan's image are there and nobody else uses them.
+        unsafe { graph.launch(&stream) }.unwrap();
+        let captured = bench.bits(&stream);
+        let mut eager = Bench::new(&stream, 24, G * 2);
+        eager.run(&stream, plan.work()).unwrap();
+        assert!(captured == eager.bits(&stream), "{:?}", arrays.indptr);
+    }
+}
+
+#[test]
+fn what_was_not_staged_as_it_is_is_refused() {
+    let Some(owned) = stream() else { return };
+    let stream = owned.stream();
+    let (geometry, variant) = (geometry(1), Variant::causal(D));
+    let (one, two) = (Batch { rows: vec![(1, 30, 0)] }.arrays(), Batch { rows: vec![(1, 40, 0)] }.arrays());
+    let options = PlanOptions { device: DEVICE, ..PlanOptions::default() };
+    let mut plan = Plan::<Heads>::new(&geometry, &variant, &one.table(), &options).unwrap();
+    let mut bench = Bench::new(&stream, 1, G);
+    let refused = |said: crate::Result<()>| {
+        assert!(matches!(&said, Err(Error::Parameter { name: "work", .. })), "{said:?}");
+    };
+    refused(bench.run(&stream, plan.work()));
+    plan.stage(&stream).unwrap();
+    bench.run(&stream, plan.work()).unwrap();
+    plan.replan(&geometry, &variant, &two.table(), &options).unwrap();
+    refused(bench.run(&stream, plan.work()));
+    plan.stage(&stream).unwrap();
+    refused(bench.run(&stream, &plan.work().clone()));
+    bench.run(&stream, plan.work()).unwrap();
+    // A list that was cut for threads has no place on a device.
+    let mut threads = Plan::<Heads>::new(&geometry, &variant, &one.table(), &PlanOptions::default()).unwrap();
+    assert!(matches!(threads.stage(&stream), Err(Error::Parameter { name: "stream", .. })));
+    refused(bench.run(&stream, threads.work()));
+    stream.synchronize().unwrap();
+}
