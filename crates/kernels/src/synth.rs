@@ -162,9 +162,9 @@ pub fn fill(seed: u64, kind: Kind, layer: usize, keys: &[u64], out: &mut TensorM
     }
     let stem = stem(seed, kind, layer);
     match out.dtype() {
-        crate::DType::F32 => fill_typed::<f32>(stem, keys, out),
-        crate::DType::Bf16 => fill_typed::<bf16>(stem, keys, out),
-        crate::DType::F16 => fill_typed::<f16>(stem, keys, out),
+        DType::F32 => fill_typed::<f32>(stem, keys, out),
+        DType::Bf16 => fill_typed::<bf16>(stem, keys, out),
+        DType::F16 => fill_typed::<f16>(stem, keys, out),
         got => Err(Error::DTypeMismatch { tensor: "out", expected: "f32, bf16 or f16".into(), got }),
     }
 }

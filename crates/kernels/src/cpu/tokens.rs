@@ -170,6 +170,7 @@ pub(super) fn strided(tensor: &'static str, got: &TensorRef<'_>) -> Error {
 }
 
 /// The stream's device must be the CPU.
+#[cfg(feature = "dsa")]
 pub(crate) fn on_cpu(operation: &'static str, stream: &crate::Stream) -> Result<()> {
     match stream.device() {
         Device::Cpu => Ok(()),

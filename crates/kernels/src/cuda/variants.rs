@@ -50,7 +50,8 @@ fn plain() -> Vec<Key> {
 }
 
 fn merge() -> Vec<Key> {
-    (0..3).map(|dtype| Key::new(Unit::MERGE, "merge").with("Q_TYPE", dtype).with("LEVELS", 16)).collect()
+    let of = |(dtype, levels)| Key::new(Unit::MERGE, "merge").with("Q_TYPE", dtype).with("LEVELS", levels);
+    [(0, 24), (1, 12), (2, 12)].map(of).to_vec()
 }
 
 /// What chooses a variant over latents.
@@ -133,13 +134,15 @@ fn tile() -> Vec<Key> {
     SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect()
 }
 
-/// Entries from place to place, by a list in memory and by one in the parameter, and the synthetic generator.
+/// Entries from place to place, by a list in memory and by one in the parameter; the synthetic generator; partial results.
 fn moves() -> Vec<Key> {
-    let mut keys = vec![Key::new(Unit::SYNTH, "synth")];
+    let mut keys: Vec<Key> = (0..3).map(|of| Key::new(Unit::SYNTH, "synth").with("OUT_TYPE", of)).collect();
+    keys.extend((0..3).map(|of| Key::new(Unit::JOIN, "join").with("OUT_TYPE", of)));
+    let mut units = [16, 4, 2, 1].into_iter().cycle();
     for entry in
         ["scatter_at", "scatter_list", "gather_at", "gather_list", "unpage_at", "unpage_list", "copy_list"]
     {
-        keys.push(Key::new(Unit::MOVE, entry));
+        keys.extend(units.next().map(|unit| Key::new(Unit::MOVE, entry).with("UNIT", unit)));
     }
     keys
 }

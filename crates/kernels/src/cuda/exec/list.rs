@@ -227,11 +227,11 @@ impl OnDevice {
             }
         }
         // One kernel for both kinds goes over all at once.
-        if let (Some(few), Some(many)) = (&mut self.few, &mut self.many) {
-            if few.key == many.key {
-                let blocks = (few.blocks as usize + many.blocks as usize).min(few.most_blocks as usize);
-                (few.blocks, few.walk, many.blocks) = (blocks as u32, Walk::All as u32, 0);
-            }
+        if let (Some(few), Some(many)) = (&mut self.few, &mut self.many)
+            && few.key == many.key
+        {
+            let blocks = (few.blocks as usize + many.blocks as usize).min(few.most_blocks as usize);
+            (few.blocks, few.walk, many.blocks) = (blocks as u32, Walk::All as u32, 0);
         }
         Ok(())
     }
@@ -269,10 +269,10 @@ pub(crate) fn attend(
         return refuse("the list is not on this device as it is; stage it after planning");
     };
     #[cfg(feature = "flex")]
-    if let Some(of) = &call.extra.mods {
-        if !on.mods.are(of.score, of.mask) {
-            return refuse("the list was staged with other mods; stage it with those of the call");
-        }
+    if let Some(of) = &call.extra.mods
+        && !on.mods.are(of.score, of.mask)
+    {
+        return refuse("the list was staged with other mods; stage it with those of the call");
     }
     let mut params = parameters(call, numbers);
     params.image = on.image.address() as u64;

@@ -145,7 +145,7 @@ mod blocks {
             let mut functions = String::new();
             let unsupported = |why: String| Error::Unsupported { operation: OPERATION, device, why };
             for of in each(scores, masks) {
-                let at = |words: &[u32]| (words.len() * size_of::<u32>()) as u32;
+                let at = |words: &[u32]| size_of_val(words) as u32;
                 let floats_at = at(&staged.words);
                 staged.words.extend(of.floats.iter().map(|float| float.to_bits()));
                 let ints_at = at(&staged.words);
