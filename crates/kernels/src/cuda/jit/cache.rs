@@ -26,19 +26,37 @@ const TRAILER: usize = 24 + 8 + 32 + 8;
 const ABANDONED: Duration = Duration::from_secs(3600);
 const PARTIAL: &str = ".partial";
 
-/// The name of an entry: the hash of everything that the binary depends on.
+/// The name of an entry: hashes of everything that the binary depends on, the compiler apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Id(blake3::Hash);
+pub(super) struct Id {
+    /// Of texts and options.
+    what: blake3::Hash,
+    /// Of the compiler: its name and version.
+    compiler: u64,
+}
 
 impl Id {
-    /// The hash of `parts`, each with its length, so that no two lists of parts are alike.
-    pub(super) fn of<'a>(parts: impl IntoIterator<Item = &'a str>) -> Id {
+    /// The name of what `compiler` makes of `parts`. Each counts with its length, so that no two lists of parts are alike.
+    pub(super) fn of<'a>(compiler: &str, parts: impl IntoIterator<Item = &'a str>) -> Id {
         let mut hasher = blake3::Hasher::new();
         for part in parts {
             hasher.update(&(part.len() as u64).to_le_bytes());
             hasher.update(part.as_bytes());
         }
-        Id(hasher.finalize())
+        let compiler = blake3::hash(compiler.as_bytes());
+        let compiler = compiler.as_bytes().first_chunk().expect("a hash has 32 bytes");
+        Id { what: hasher.finalize(), compiler: u64::from_le_bytes(*compiler) }
+    }
+
+    fn file(&self, extension: &str) -> String {
+        format!("{}-{:016x}.{extension}", self.what.to_hex(), self.compiler)
+    }
+
+    /// The entry of the same texts and options that a file of this name holds.
+    fn beside(&self, file: &str, extension: &str) -> Option<Id> {
+        let rest = file.strip_prefix(self.what.to_hex().as_str())?.strip_prefix('-')?;
+        let compiler = rest.strip_suffix(extension)?.strip_suffix('.')?;
+        Some(Id { what: self.what, compiler: u64::from_str_radix(compiler, 16).ok()? })
     }
 }
 
@@ -73,7 +91,7 @@ impl Cache {
     }
 
     fn path(&self, id: Id, extension: &str) -> PathBuf {
-        self.folder.join(format!("{}.{extension}", id.0.to_hex()))
+        self.folder.join(id.file(extension))
     }
 
     /// The entry, if it is there and whole.
@@ -86,6 +104,16 @@ impl Cache {
             let _ = file.set_modified(SystemTime::now());
         }
         Some(Entry { path, binary, resources })
+    }
+
+    /// The entry that any compiler made of the same texts and options, the one used last.
+    pub(super) fn get_of_any(&self, id: Id, extension: &str) -> Option<Entry> {
+        let mut files = self.files();
+        files.sort_by_key(|file| std::cmp::Reverse(file.used));
+        files.iter().find_map(|file| {
+            let id = id.beside(file.path.file_name()?.to_str()?, extension)?;
+            self.get(id, extension)
+        })
     }
 
     /// Keeps a binary, and makes room for it.
@@ -167,7 +195,7 @@ fn folder(variable: &dyn Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
 
 fn checksum(binary: &[u8], about: &[u8], id: Id) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new();
-    hasher.update(id.0.as_bytes()).update(about).update(binary);
+    hasher.update(id.what.as_bytes()).update(&id.compiler.to_le_bytes()).update(about).update(binary);
     *hasher.finalize().as_bytes()
 }
 
@@ -216,14 +244,15 @@ mod tests {
         Resources { registers: 168, spill_stores: 1, spill_loads: 2, stack: 3, shared: 4, serialised: 5 };
 
     fn id(name: &str) -> Id {
-        Id::of([name])
+        Id::of("compiler", [name])
     }
 
     #[test]
     fn parts_run_together_are_another_entry() {
-        assert_ne!(Id::of(["ab", "c"]), Id::of(["a", "bc"]));
-        assert_ne!(Id::of(["ab"]), Id::of(["ab", ""]));
-        assert_eq!(Id::of(["ab", "c"]), Id::of(["ab", "c"]));
+        assert_ne!(Id::of("", ["ab", "c"]), Id::of("", ["a", "bc"]));
+        assert_ne!(Id::of("", ["ab"]), Id::of("", ["ab", ""]));
+        assert_ne!(Id::of("a", ["b"]), Id::of("b", ["b"]));
+        assert_eq!(Id::of("", ["ab", "c"]), Id::of("", ["ab", "c"]));
     }
 
     #[test]
@@ -238,6 +267,20 @@ mod tests {
         assert_eq!(cache.get(id("b"), "cubin"), None);
         assert!(fs::read(&path).unwrap().starts_with(b"\x7fELF..."), "a file that tools can open");
         assert_eq!(cache.size(), (1, 7 + TRAILER as u64));
+    }
+
+    #[test]
+    fn what_another_compiler_made_is_found_where_any_will_do() {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::at(dir.path(), LIMIT);
+        let id = |compiler: &str| Id::of(compiler, ["a"]);
+        let path = cache.put(id("one"), "cubin", b"by one", ONE).unwrap();
+        cache.put(Id::of("two", ["b"]), "cubin", b"of another text", ONE).unwrap();
+        assert_eq!(cache.get(id("two"), "cubin"), None);
+        assert_eq!(cache.get_of_any(id("two"), "cubin").unwrap().binary, b"by one");
+        assert_eq!(cache.get_of_any(id("two"), "so"), None);
+        fs::write(path, b"torn").unwrap();
+        assert_eq!(cache.get_of_any(id("two"), "cubin"), None);
     }
 
     #[test]

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::cache::{Cache, Id};
+use super::cache::{Cache, Entry, Id};
+use super::find::CURE;
 use super::key::Key;
 use super::nvrtc::Nvrtc;
 use super::resources::Resources;
@@ -13,7 +14,7 @@ use super::watch::{Event, tell};
 use crate::Error;
 
 /// Part of every entry's name: raised when the way of compiling changes without a change of text or options.
-const GENERATION: &str = "mstar kernels 2";
+const GENERATION: &str = "mstar kernels 3";
 
 /// A binary, ready to be loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,35 +52,7 @@ pub(super) fn compile_in(cache: Option<&Cache>, target: Target, key: &Key) -> Re
 
 fn build(cache: Option<&Cache>, target: Target, key: &Key) -> Result<Compiled, String> {
     match target {
-        Target::Sm { major, minor } => {
-            let nvrtc = Nvrtc::here()?;
-            let arch = arch_for(nvrtc.archs(), major, minor).ok_or_else(|| {
-                let (major, minor) = nvrtc.version();
-                let known: Vec<String> = nvrtc.archs().iter().map(|arch| format!("sm_{arch}")).collect();
-                format!(
-                    "NVRTC {major}.{minor} ({}) compiles for {}; a newer one is needed for {target}: {}",
-                    nvrtc.path().display(),
-                    known.join(", "),
-                    super::find::CURE
-                )
-            })?;
-            let mut options: Vec<String> =
-                ["--std=c++17", "-default-device", "--ptxas-options=-v"].map(String::from).into();
-            options.insert(0, format!("--gpu-architecture={arch}"));
-            options.extend(defines(key));
-            let headers = headers(key, |name| name != source::EMULATED);
-            let (major, minor) = nvrtc.version();
-            let id = id(key, &headers, &options, &format!("nvrtc {major}.{minor}"));
-            if let Some(entry) = cache.and_then(|cache| cache.get(id, "cubin")) {
-                let binary = Binary::Cubin(entry.binary);
-                return Ok(Compiled { binary, resources: entry.resources, cached: true, _file: None });
-            }
-            let made = nvrtc.compile(key.unit.name(), key.unit.text(), &headers, &options)?;
-            let resources = Resources::parse(&made.log, key.entry)
-                .ok_or_else(|| format!("the compiler's log says nothing of {}:\n{}", key.entry, made.log))?;
-            keep(cache, id, "cubin", &made.cubin, resources);
-            Ok(Compiled { binary: Binary::Cubin(made.cubin), resources, cached: false, _file: None })
-        }
+        Target::Sm { .. } => machine_code(cache, Nvrtc::here(), target, key),
         #[cfg(feature = "emulator")]
         Target::Emulated => {
             use std::io::Write;
@@ -116,6 +89,49 @@ fn build(cache: Option<&Cache>, target: Target, key: &Key) -> Result<Compiled, S
     }
 }
 
+/// A card's. With no compiler here, what another one made ahead of time will do.
+fn machine_code(
+    cache: Option<&Cache>,
+    nvrtc: Result<&Nvrtc, &str>,
+    target: Target,
+    key: &Key,
+) -> Result<Compiled, String> {
+    let arch = match nvrtc {
+        Ok(nvrtc) => arch_for(nvrtc, target)?,
+        Err(_) => target.to_string(),
+    };
+    let mut options = vec![format!("--gpu-architecture={arch}")];
+    options.extend(["--std=c++17", "-default-device", "--ptxas-options=-v"].map(String::from));
+    options.extend(defines(key));
+    let headers = headers(key, |name| name != source::EMULATED);
+    let from_disk = |entry: Entry| Compiled {
+        binary: Binary::Cubin(entry.binary),
+        resources: entry.resources,
+        cached: true,
+        _file: None,
+    };
+    let nvrtc = match nvrtc {
+        Ok(nvrtc) => nvrtc,
+        Err(why) => {
+            let id = id(key, &headers, &options, "");
+            return cache
+                .and_then(|cache| cache.get_of_any(id, "cubin"))
+                .map(from_disk)
+                .ok_or(why.to_string());
+        }
+    };
+    let (major, minor) = nvrtc.version();
+    let id = id(key, &headers, &options, &format!("nvrtc {major}.{minor}"));
+    if let Some(entry) = cache.and_then(|cache| cache.get(id, "cubin")) {
+        return Ok(from_disk(entry));
+    }
+    let made = nvrtc.compile(key.unit.name(), key.unit.text(), &headers, &options)?;
+    let resources = Resources::parse(&made.log, key.entry)
+        .ok_or_else(|| format!("the compiler's log says nothing of {}:\n{}", key.entry, made.log))?;
+    keep(cache, id, "cubin", &made.cubin, resources);
+    Ok(Compiled { binary: Binary::Cubin(made.cubin), resources, cached: false, _file: None })
+}
+
 /// Keeps a binary where that is possible. Where it is not, the program works from memory and says so once.
 fn keep(
     cache: Option<&Cache>,
@@ -138,12 +154,30 @@ fn keep(
     None
 }
 
-/// The real architecture whose binaries run on a card of this capability: its own, or the nearest older one of its major
-/// version that the compiler knows.
-fn arch_for(known: &[i32], major: u32, minor: u32) -> Option<String> {
-    let own = (10 * major + minor) as i32;
-    let arch = *known.iter().rev().find(|&&arch| arch <= own && arch / 10 == major as i32)?;
-    Some(if arch == 90 { "sm_90a".into() } else { format!("sm_{arch}") })
+/// The real architecture to compile for.
+fn arch_for(nvrtc: &Nvrtc, target: Target) -> Result<String, String> {
+    nearest(nvrtc.archs(), target).ok_or_else(|| {
+        let (major, minor) = nvrtc.version();
+        let known: Vec<String> = nvrtc.archs().iter().map(|arch| format!("sm_{arch}")).collect();
+        format!(
+            "NVRTC {major}.{minor} ({}) compiles for {}; {target} needs a newer one: {CURE}",
+            nvrtc.path().display(),
+            known.join(", "),
+        )
+    })
+}
+
+/// The architecture whose binaries run on a card of this capability: its own, or the nearest older one of its major version
+/// that the compiler knows.
+fn nearest(known: &[i32], target: Target) -> Option<String> {
+    let (major, minor) = match target {
+        Target::Sm { major, minor } => (major as i32, minor as i32),
+        #[cfg(feature = "emulator")]
+        Target::Emulated => return None,
+    };
+    let fits = |arch: &&i32| **arch <= 10 * major + minor && **arch / 10 == major;
+    let arch = *known.iter().rev().find(fits)? as u32;
+    Some(Target::Sm { major: arch / 10, minor: arch % 10 }.to_string())
 }
 
 fn defines(key: &Key) -> Vec<String> {
@@ -164,11 +198,12 @@ fn headers(key: &Key, wanted: impl Fn(&str) -> bool) -> Vec<(&str, &str)> {
     headers
 }
 
-/// The name of what these make. The entry is no part of a text's compilation, but a name for people and for tests.
+/// The name of what these make. The entry is no part of a text's compilation, but what is told of the binary depends on it.
 fn id(key: &Key, headers: &[(&str, &str)], options: &[String], compiler: &str) -> Id {
-    let own = [GENERATION, compiler, key.unit.name(), key.unit.text(), key.entry];
+    let own = [GENERATION, key.unit.name(), key.unit.text(), key.entry];
     let texts = headers.iter().flat_map(|(name, text)| [*name, *text]);
-    Id::of(own.into_iter().chain(options.iter().map(String::as_str)).chain(["headers"]).chain(texts))
+    let options = options.iter().map(String::as_str);
+    Id::of(compiler, own.into_iter().chain(options).chain(["headers"]).chain(texts))
 }
 
 #[cfg(test)]

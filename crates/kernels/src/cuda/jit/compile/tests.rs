@@ -66,7 +66,7 @@ fn a_unit_sees_the_headers_it_includes_and_what_those_include() {
 #[test]
 fn an_architecture_that_the_compiler_does_not_know_is_served_by_an_older_one_of_its_major() {
     let known = [75, 80, 86, 89, 90, 100];
-    let arch = |major, minor| arch_for(&known, major, minor);
+    let arch = |major, minor| nearest(&known, Target::Sm { major, minor });
     assert_eq!(arch(9, 0).as_deref(), Some("sm_90a"));
     assert_eq!(arch(8, 0).as_deref(), Some("sm_80"));
     assert_eq!(arch(8, 7).as_deref(), Some("sm_86"));
@@ -96,6 +96,25 @@ fn a_variant_is_compiled_once_and_read_after_that_and_a_corrupt_entry_is_rebuilt
     assert!(compile_in(Some(&cache), SM90, &key()).unwrap().cached);
     let snippet = key().with_snippet("DEVICE float twice(float x) { return x + x; }".into());
     assert!(!compile_in(Some(&cache), SM90, &snippet).unwrap().cached);
+}
+
+#[test]
+fn f37_what_was_compiled_ahead_of_time_needs_no_compiler() {
+    let dir = tempfile::tempdir().unwrap();
+    let cache = Cache::at(dir.path(), 1 << 20);
+    let none = |key: &Key| machine_code(Some(&cache), Err("no compiler here"), SM90, key);
+    assert_eq!(none(&key()).unwrap_err(), "no compiler here");
+    let mut options: Vec<String> =
+        ["--gpu-architecture=sm_90a", "--std=c++17", "-default-device", "--ptxas-options=-v"]
+            .map(Into::into)
+            .into();
+    options.extend(defines(&key()));
+    let id = id(&key(), &headers(&key(), |name| name != source::EMULATED), &options, "nvrtc 13.5");
+    cache.put(id, "cubin", b"machine code", Resources::default()).unwrap();
+    let found = none(&key()).unwrap();
+    assert_eq!((found.binary, found.cached), (Binary::Cubin(b"machine code".to_vec()), true));
+    assert_eq!(none(&key().with("TIMES", 4)).unwrap_err(), "no compiler here");
+    assert!(machine_code(Some(&cache), Err("no compiler here"), SM80, &key()).is_err());
 }
 
 #[test]
