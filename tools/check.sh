@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands. `just check` and CI run this and nothing else.
-# Needs cargo with rustfmt and clippy; MSTAR_REFERENCE or ../shared/reference for the recorded cases.
+# Needs cargo with rustfmt and clippy, python3 with pip for the kernels' compiler (tools/kernels.sh); MSTAR_REFERENCE or ../shared/reference for the recorded cases.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -50,6 +50,7 @@ step "docs" env RUSTDOCFLAGS="-D warnings" cargo doc -q --locked --workspace --n
 # The README's own two commands, as they stand there.
 step "test" bash -c "$(sed -n 's/^\(cargo test .*\)$/\1/p' README.md | head -n 1)"
 step "quickstart" bash -c "$(sed -n 's/^\(cargo run .*\)$/\1/p' README.md | head -n 1)"
+step "kernels" bash tools/kernels.sh
 step "panic = abort" panic_abort
 step "each feature alone" features_alone
 step "examples" examples
