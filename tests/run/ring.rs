@@ -50,8 +50,9 @@ fn mods_are_right_in_frames() {
         &["--set", "dtype=f32"],
         &["--set", "workload.denoise={ steps: 1, tokens: 128 }"],
     ] {
-        let ran = worlds(&[&["--verify", "0.5"][..], sets].concat());
-        assert!(ran.number("verify.checks") > 100, "{sets:?}: {}", ran.stdout);
+        let short = ["--verify", "0.3", "--set", "workload.output_len=[8, 3]"];
+        let ran = worlds(&[&short[..], sets].concat());
+        assert!(ran.number("verify.checks") > 60, "{sets:?}: {}", ran.stdout);
         let off = ran.number("memory.allocated_peak").abs_diff(ran.number("memory.estimated"));
         assert!(off <= ran.number("memory.estimated") / 100, "{sets:?}: {off} bytes off");
     }
