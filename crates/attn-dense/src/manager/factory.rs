@@ -97,8 +97,8 @@ impl BackendFactory for DenseFactory {
     }
 
     fn supports(&self, device: Device, geometry: &AttnGeometry) -> Result<Rank, Reason> {
-        if device != Device::Cpu {
-            return Err(format!("has no kernels for {device} yet; say device: cpu").into());
+        if device != Device::Cpu && !cfg!(feature = "cuda") {
+            return Err(format!("was built without kernels for {device}; build with the feature cuda").into());
         }
         let KvLayout::Nhd { num_kv_heads, head_dim } = geometry.layout else {
             return Err("reads keys and values a head, not latents".into());
@@ -178,6 +178,7 @@ mod tests {
         let said = |device, layout, softmax: &Softmax| {
             DenseFactory.supports(device, &geometry(layout, 8, softmax.clone())).unwrap_err().0
         };
+        #[cfg(not(feature = "cuda"))]
         assert!(said(Device::Cuda(0), heads(2, 64), &plain).contains("cuda"));
         let latents = KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 };
         assert!(said(Device::Cpu, latents, &plain).contains("not latents"));

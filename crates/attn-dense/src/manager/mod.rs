@@ -23,7 +23,7 @@ use mstar_core::{
     Attention, AttnOut, Error, Forward, Fresh, PlanId, Query, RequestId, Resource, ResourceName, Result,
     Step, StepSerial,
 };
-use mstar_kernels::cpu::gather::gather_rows;
+use mstar_kernels::cpu::gather::gather_rows_at;
 use mstar_kernels::mutant::planted;
 use mstar_kernels::{TensorMut, TensorRef};
 
@@ -64,11 +64,11 @@ impl DenseAttention {
     /// # Errors
     /// No cache, or one of latents; a softmax with sinks or ALiBi; a device without kernels.
     pub fn new(cx: &BuildContext, options: DenseOptions) -> Result<DenseAttention> {
-        cx.host_only("dense attention")?;
         let kv = cx.paged_cache()?;
         let planner = DensePlanner::new(cx, options.prefix)?;
         let foreseen = cx.largest.map_or(0, bound::prefix_tokens);
-        let prefixes = Prefixes::new(cx.name.clone(), planner.geometry, cx.geometry.num_layers, foreseen);
+        let prefixes =
+            Prefixes::new(cx.stream, cx.name.clone(), planner.geometry, cx.geometry.num_layers, foreseen);
         Ok(DenseAttention { kv, options, plans: planner.plans(cx)?, prefixes, state: Mutex::default() })
     }
 
@@ -336,7 +336,7 @@ impl Attention for DenseAttention {
         out: TensorMut<'_>,
     ) -> Result<()> {
         let stored = self.plans.get(forward.plan_id())?;
-        self.plans.said(gather_rows(forward.stream(), hidden, stored.plan().last_tokens(), out))
+        self.plans.said(gather_rows_at(forward.stream(), hidden, stored.last_tokens()?, out))
     }
 
     fn qo_indptr_buf(&self, plan: &PlanId) -> Result<IndexBuf> {

@@ -9,7 +9,8 @@ use mstar_kernels::cpu::Isa;
 
 use super::workspace_bound;
 use crate::{
-    Capacity, DensePlan, Geometry, PlanOptions, Planned, Prefix, PrefixSource, Schedule, Table, Variant,
+    Capacity, DensePlan, Device, Geometry, PlanOptions, Planned, Prefix, PrefixSource, Schedule, Stream,
+    Table, Variant,
 };
 
 /// Makes plans of one layer's shapes and arithmetic, which follow from what a resource is built with.
@@ -46,7 +47,7 @@ impl DensePlanner {
             SpecSchedule::Throughput => Schedule::Throughput,
             _ => Schedule::Invariant,
         };
-        let options = PlanOptions { schedule, cascade: false, ..PlanOptions::default() };
+        let options = PlanOptions { schedule, cascade: false, device: cx.device(), ..PlanOptions::default() };
         let (softmax, page_size) = (attn.softmax.clone(), attn.page_size);
         let planner = DensePlanner { geometry, softmax, source, page_size, options };
         planner.variant(true).check()?;
@@ -56,7 +57,7 @@ impl DensePlanner {
     /// No plan yet, with workspaces for the largest step.
     pub(super) fn plans(self, cx: &BuildContext) -> Result<Plans<DensePlanner>> {
         let foreseen = match cx.largest {
-            Some(largest) => workspace_bound(&cx.geometry, largest, self.options.workers)
+            Some(largest) => workspace_bound(&cx.geometry, largest, self.options.workers, cx.device())
                 .map_err(|error| Error::backend(cx.name.as_str(), error))?,
             None => 0,
         };
@@ -135,8 +136,8 @@ impl Planner for DensePlanner {
         plan.replan(&self.geometry, &self.variant(rows.causal), &self.table(rows, &split), &options)
     }
 
-    fn stage(&self, _: &mut Self::Plan, _: &mstar_kernels::Stream) -> crate::Result<()> {
-        Ok(()) // on the CPU alone so far
+    fn stage(&self, plan: &mut DensePlan, stream: &Stream) -> crate::Result<()> {
+        plan.stage(stream)
     }
 
     fn workspace_bytes(&self, plan: &DensePlan) -> usize {
@@ -171,6 +172,10 @@ impl Planner for DensePlanner {
             PrefixSource::Gathered => "prefix gathered",
             PrefixSource::Pages => "prefix in pages",
         };
-        format!("cpu dense, {}, {from}: {} rows", Isa::current().name(), plan.segments().len())
+        let runs = match self.options.device {
+            Device::Cpu => format!("cpu dense, {}", Isa::current().name()),
+            device => format!("{device} dense"),
+        };
+        format!("{runs}, {from}: {} rows", plan.segments().len())
     }
 }

@@ -55,6 +55,7 @@ struct Wanted {
 /// The buffer of one plan label in one slot.
 #[derive(Debug)]
 pub(super) struct Memory {
+    stream: Stream,
     buffer: Buffer,
     geometry: Geometry,
     /// `U`: tokens that a layer has room for.
@@ -69,9 +70,14 @@ impl Memory {
         bytes.ok_or_else(|| mstar_kernels::Error::Overflow { shape: shape.to_vec() })
     }
 
-    fn new(geometry: &Geometry, layers: usize, tokens: usize) -> mstar_kernels::Result<Memory> {
-        let buffer = Buffer::zeroed(Memory::bytes(geometry, layers, tokens)?)?;
-        Ok(Memory { buffer, geometry: *geometry, tokens })
+    fn new(
+        stream: Stream,
+        geometry: &Geometry,
+        layers: usize,
+        tokens: usize,
+    ) -> mstar_kernels::Result<Memory> {
+        let buffer = Buffer::zeroed_on(stream.device(), Memory::bytes(geometry, layers, tokens)?)?;
+        Ok(Memory { stream, buffer, geometry: *geometry, tokens })
     }
 
     /// Bytes before keys (`which` 0) or values (1) of a layer, and their shape.
@@ -103,7 +109,7 @@ impl Memory {
         for (which, cache) in kv.into_iter().enumerate() {
             let (offset, shape) = self.part(layer, which);
             let all = self.buffer.tensor_mut(offset, self.geometry.kv_dtype, &shape)?;
-            gather_pages(&Stream::cpu(), cache, pages, from, all.narrow(0, start + from, len - from)?)?;
+            gather_pages(&self.stream, cache, pages, from, all.narrow(0, start + from, len - from)?)?;
         }
         Ok(())
     }
@@ -127,6 +133,7 @@ struct Places {
 /// All of a resource's gathered prefixes.
 #[derive(Debug)]
 pub(super) struct Prefixes {
+    stream: Stream,
     name: ResourceName,
     geometry: Geometry,
     layers: usize,
@@ -136,9 +143,15 @@ pub(super) struct Prefixes {
 }
 
 impl Prefixes {
-    /// None yet.
-    pub(super) fn new(name: ResourceName, geometry: Geometry, layers: usize, foreseen: usize) -> Prefixes {
-        Prefixes { name, geometry, layers, foreseen, places: Mutex::default() }
+    /// None yet. Gathers are enqueued on `stream`, and the buffers lie on its device.
+    pub(super) fn new(
+        stream: Stream,
+        name: ResourceName,
+        geometry: Geometry,
+        layers: usize,
+        foreseen: usize,
+    ) -> Prefixes {
+        Prefixes { stream, name, geometry, layers, foreseen, places: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Places> {
@@ -200,7 +213,7 @@ impl Prefixes {
         let room = by_key.get(key).map(|place| place.tokens);
         if room.is_none_or(|room| room < total) {
             let tokens = total.max(self.foreseen).max(room.map_or(0, |room| room.saturating_mul(2)));
-            let memory = self.said(Memory::new(&self.geometry, self.layers, tokens))?;
+            let memory = self.said(Memory::new(self.stream, &self.geometry, self.layers, tokens))?;
             let memory = Arc::new(Mutex::new(memory));
             by_key.insert(key.clone(), Place { held: Vec::new(), tokens, memory });
         }

@@ -163,7 +163,8 @@ fn f18_memory_is_what_was_foreseen_and_stays_where_it_is() {
     let geometry = crate::rig::build_context(&rig.kv, Some(largest)).geometry;
     let each =
         mstar_core::attend::BackendOptions::beside_workspaces(&DenseOptions::default(), &geometry, largest)
-            + mstar_attn_dense::workspace_bound(&geometry, largest, 0).unwrap();
+            + mstar_attn_dense::workspace_bound(&geometry, largest, 0, mstar_attn_dense::Device::Cpu)
+                .unwrap();
     // One label in the first slot; the rest are plans of a few hundred bytes on the heap.
     let took = rig.attn.buffer_bytes();
     assert_eq!(took, each);

@@ -51,7 +51,7 @@ pub(crate) fn workspace_bytes(
         #[cfg(feature = "mla")]
         "mla" => Ok(mstar_attn_mla::workspace_bound(geometry, largest, 0, device)?),
         #[cfg(feature = "dense")]
-        "dense" => Ok(mstar_attn_dense::workspace_bound(geometry, largest, 0)?),
+        "dense" => Ok(mstar_attn_dense::workspace_bound(geometry, largest, 0, device)?),
         #[cfg(feature = "flex")]
         // Latents have no values of their own, and nothing here serves them.
         "flex" => {
