@@ -91,6 +91,10 @@ impl Planner for MlaPlanner {
         plan.stage(stream)
     }
 
+    fn capture_key(&self, plan: &Plan) -> Option<u64> {
+        plan.capture_key()
+    }
+
     fn workspace_bytes(&self, plan: &Plan) -> usize {
         plan.workspace_bytes()
     }

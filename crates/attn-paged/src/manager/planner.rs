@@ -111,6 +111,10 @@ impl Planner for PagedPlanner {
         plan.stage(stream)
     }
 
+    fn capture_key(&self, plan: &Plan) -> Option<u64> {
+        plan.capture_key()
+    }
+
     fn workspace_bytes(&self, plan: &Plan) -> usize {
         plan.workspace_bytes()
     }

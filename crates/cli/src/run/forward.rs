@@ -2,9 +2,11 @@
 //! attention resources, and then a look at what came out.
 
 use std::collections::HashMap;
+use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use mstar_core::attend::{IndexGeometry, SparseWork, Work as Least, write_kv};
+use mstar_core::graph::Captured;
 use mstar_core::kv::{PagedKv, PagedKvCache};
 use mstar_core::{Forward, Label, PlanId, PlannedStep, RequestId};
 use mstar_kernels::reference::Real;
@@ -85,6 +87,7 @@ struct Checked {
 pub(crate) fn run(
     model: &Model,
     buffers: &mut Buffers,
+    graphs: &mut Captured,
     planned: &PlannedStep,
     works: &[Work],
     scene: &Scene<'_>,
@@ -99,7 +102,7 @@ pub(crate) fn run(
         if plan.tokens == 0 {
             continue;
         }
-        run_label(model, buffers, planned, &plan, works, scene, &mut outcome)?;
+        run_label(model, buffers, graphs, planned, &plan, works, scene, &mut outcome)?;
     }
     Ok(outcome)
 }
@@ -139,6 +142,7 @@ fn write_context(
 fn run_label(
     model: &Model,
     buffers: &mut Buffers,
+    graphs: &mut Captured,
     planned: &PlannedStep,
     plan: &PackedPlan,
     works: &[Work],
@@ -166,8 +170,18 @@ fn run_label(
         forward.set_layer(layer);
         for (turn, room) in model.own.iter().enumerate() {
             // The first resource over the cache sees to it that the entries are written; the others find them there.
-            room.attend(&mut forward, buffers.views(tokens)?, turn == 0)
-                .with_context(|| format!("layer {layer} of {}", room.name))?;
+            let write = turn == 0;
+            attend(
+                room,
+                (&mut *graphs, scene.phases),
+                planned,
+                &mut forward,
+                buffers,
+                tokens,
+                write,
+                layer * model.own.len() + turn,
+            )
+            .with_context(|| format!("layer {layer} of {}", room.name))?;
             let picked = if checked.is_empty() { None } else { Picked::copy(room, &forward, plan)? };
             let seen = Seen { room, layer, query_layer: layer, picked: picked.as_ref() };
             look(model, buffers, plan, &packed, &checked, scene, seen, outcome)?;
@@ -187,6 +201,38 @@ fn run_label(
         outcome.pairs += room.pairs(&plan.id, model.layers).unwrap_or_default();
     }
     Ok(())
+}
+
+/// Attends the forward's layer: on a device a padded step's from its graph, which is captured first.
+fn attend(
+    room: &Room,
+    (graphs, phases): (&mut Captured, &Phases),
+    planned: &PlannedStep,
+    forward: &mut Forward<'_>,
+    buffers: &mut Buffers,
+    tokens: usize,
+    write: bool,
+    part: usize,
+) -> mstar_core::Result<()> {
+    let key = room.capture_key(forward.plan_id());
+    if let (Some(lease), Some(key)) = (planned.lease(), key) {
+        let stream = *forward.stream();
+        let views = buffers.views(tokens)?;
+        let label = forward.label().clone();
+        let mut unobserved = planned.forward(label.clone(), &stream).unobserved();
+        unobserved.set_layer(forward.layer());
+        let record = || room.attend(&mut unobserved, views, write);
+        let started = Instant::now();
+        // SAFETY: the region reads and writes the run's buffers, caches, plans and workspaces on the model's one stream. They
+        // outlive the graphs, and `key` tells where those that may move lie.
+        let ran = unsafe { graphs.run(&stream, lease, &label, part, key, record)? };
+        if ran {
+            stream.synchronize()?;
+            phases.add("replay", room.name.as_str(), started.elapsed(), room.work(forward.plan_id()));
+            return Ok(());
+        }
+    }
+    room.attend(forward, buffers.views(tokens)?, write)
 }
 
 /// An indexer's picks of one layer, as it used them.

@@ -266,6 +266,8 @@ fn tell(
             planned_ahead: promoted,
             replanned,
             padded: live.padded_steps(),
+            captured: live.graphs().captures(),
+            replayed: live.graphs().replays(),
             virtual_ms: scheduler.now_ms(),
         },
         elapsed_s,

@@ -18,12 +18,13 @@ pub(crate) struct Cost {
 }
 
 /// Phases in the order of a step; those of the program itself come last.
-const ORDER: [&str; 12] = [
+const ORDER: [&str; 13] = [
     "admit",
     "plan",
     "kv write",
     "select",
     "attend",
+    "replay",
     "merge",
     "commit",
     "offload",

@@ -98,7 +98,17 @@ pub(crate) struct Steps {
     pub(crate) planned_ahead: u64,
     pub(crate) replanned: u64,
     pub(crate) padded: u64,
+    /// Regions of padded steps that were captured on a device.
+    #[serde(skip_serializing_if = "none")]
+    pub(crate) captured: u64,
+    /// Those that were replayed.
+    #[serde(skip_serializing_if = "none")]
+    pub(crate) replayed: u64,
     pub(crate) virtual_ms: f64,
+}
+
+fn none(count: &u64) -> bool {
+    *count == 0
 }
 
 /// One phase of one resource.
@@ -395,6 +405,11 @@ impl Report {
                 ),
             ));
         }
+        if self.steps.replayed > 0 {
+            let Steps { captured, replayed, .. } = &self.steps;
+            let text = format!("{} regions captured, {} runs of them", count(*captured), count(*replayed));
+            lines.push(("graphs", text));
+        }
         for (kernel, plans) in &self.kernels {
             lines.push(("kernel", format!("{kernel} ({} plans)", count(*plans))));
         }
@@ -522,6 +537,8 @@ pub(super) mod tests {
                 planned_ahead: 5,
                 replanned: 2,
                 padded: 9,
+                captured: 0,
+                replayed: 0,
                 virtual_ms: 1.0,
             },
             elapsed_s: 123.4,

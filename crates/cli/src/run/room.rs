@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mstar_core::attend::{IndexGeometry, SparseAttention, SparseWork, attend, attend_sparse};
+use mstar_core::attend::{IndexGeometry, SparseAttention, SparseWork, Work, attend, attend_sparse};
 use mstar_core::{Attention, Forward, PlanId, ResourceName};
 
 use super::buffers::Views;
@@ -66,6 +66,22 @@ impl Room {
                 let fresh = write.then_some(entries);
                 attend_sparse(&**sparse, dense.as_deref(), forward, q, fresh, indexed, out)
             }
+        }
+    }
+
+    /// The least that attending `plan` costs.
+    pub(crate) fn work(&self, plan: &PlanId) -> Work {
+        match &self.attends {
+            Attends::Dense(attention) => attention.work(plan),
+            Attends::Sparse { .. } => Work::default(),
+        }
+    }
+
+    /// What capturing [`Room::attend`] over `plan` takes for granted; `None` where it cannot be captured.
+    pub(crate) fn capture_key(&self, plan: &PlanId) -> Option<u64> {
+        match &self.attends {
+            Attends::Dense(attention) => attention.capture_key(plan),
+            Attends::Sparse { .. } => None,
         }
     }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use mstar_core::attend::{SparseWork, Work as Least};
+use mstar_core::graph::Captured;
 use mstar_core::kv::{KvEvent, PagedKvCache, RingKv};
 use mstar_core::{
     Admission, Ingest, Label, Outcome, PlannedStep, PreplannedStep, Refusal, RequestId, Resource,
@@ -69,6 +70,7 @@ pub(crate) struct Live<'a> {
     verify: f64,
     phases: Arc<Phases>,
     buffers: Buffers,
+    graphs: Captured,
     contents: HashMap<usize, Content>,
     digests: HashMap<usize, u64>,
     digest: RunDigest,
@@ -107,6 +109,7 @@ impl<'a> Live<'a> {
             verify,
             phases,
             buffers,
+            graphs: Captured::new(),
             contents: HashMap::new(),
             digests: HashMap::new(),
             digest: RunDigest::default(),
@@ -143,6 +146,11 @@ impl<'a> Live<'a> {
     /// Steps that ran padded in a bucket.
     pub(crate) fn padded_steps(&self) -> u64 {
         self.padded_steps
+    }
+
+    /// What a device captured.
+    pub(crate) fn graphs(&self) -> &Captured {
+        &self.graphs
     }
 
     /// Which kernels ran, and in how many plans.
@@ -338,7 +346,7 @@ impl Runtime for Live<'_> {
             step: self.steps,
             phases: &self.phases,
         };
-        let outcome = forward::run(self.model, &mut self.buffers, &planned, works, &scene)?;
+        let outcome = forward::run(self.model, &mut self.buffers, &mut self.graphs, &planned, works, &scene)?;
         self.model.engine.commit(planned)?;
         self.note(outcome);
         self.note_frames(works);

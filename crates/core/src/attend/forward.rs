@@ -29,6 +29,12 @@ impl<'a> Forward<'a> {
         Forward { layer, ..Forward::new(plan, stream, None) }
     }
 
+    /// As it is, with nobody told what it costs: while work is captured no clock is read and nothing is waited for.
+    #[must_use]
+    pub fn unobserved(self) -> Forward<'a> {
+        Forward { observer: None, ..self }
+    }
+
     /// The plan that this forward reads.
     pub fn plan_id(&self) -> &PlanId {
         &self.plan

@@ -85,6 +85,13 @@ pub trait Attention: Resource {
         Work::default()
     }
 
+    /// What a capture of [`Attention::run`] over this plan takes for granted (kernels, grids, addresses), as a number: a graph that
+    /// was captured under another is captured anew. `None` where runs cannot be captured: on the CPU, where they run again.
+    fn capture_key(&self, plan: &PlanId) -> Option<u64> {
+        let _ = plan;
+        None
+    }
+
     /// Which kernel runs this plan, for reports: what runs is said, never guessed.
     fn kernel(&self, plan: &PlanId) -> Option<String> {
         let _ = plan;

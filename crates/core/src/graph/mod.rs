@@ -8,10 +8,12 @@
 
 mod bucket;
 mod capacity;
+mod captured;
 mod lease;
 mod warmup;
 
 pub use bucket::{Bucket, Buckets, padded_q_lens, step_shape};
 pub use capacity::captured_page_capacity;
+pub use captured::Captured;
 pub use lease::{Fence, Lease, NoFence};
 pub use warmup::warm_up;

@@ -142,6 +142,10 @@ impl PagedKv for PagedKvCache {
         self.store.plan_labels(serial)
     }
 
+    fn capture_key(&self, id: &PlanId) -> Option<u64> {
+        self.store.slots_address(id).map(|address| address as u64)
+    }
+
     fn layer(&self, layer: usize) -> Result<LayerView<'_>> {
         self.store.layer(layer)
     }

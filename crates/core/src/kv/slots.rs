@@ -52,6 +52,13 @@ impl StagedSlots {
         Ok(staged.set(&self.stream, bytes)?)
     }
 
+    /// Where the device reads a plan's slots; `None` on the CPU and for a plan that was not staged.
+    pub(super) fn address(&self, slot: Slot, label: &Label) -> Option<usize> {
+        let staged = self.lock().get(&(slot, label.clone())).cloned()?;
+        let staged = staged.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(staged.address().addr())
+    }
+
     /// Calls `read` with the slots of a plan.
     ///
     /// # Errors

@@ -257,6 +257,11 @@ impl PagedStore {
         })
     }
 
+    /// Where the device reads the slots of the plan `id`; `None` on the CPU.
+    pub(super) fn slots_address(&self, id: &PlanId) -> Option<usize> {
+        self.slots.address(id.slot, &id.label)
+    }
+
     /// One layer's pages: `k` and `v` `[P, S, G, D]`, or `latent` `[P, S, C + E]`.
     ///
     /// Only what an outstanding step's plan lists may be read, and only while that step is outstanding.

@@ -64,6 +64,12 @@ pub trait PagedKv: Resource {
     /// When the step was not planned.
     fn plan_labels(&self, serial: StepSerial) -> Result<Vec<Label>>;
 
+    /// What a captured write of this plan takes for granted, as a number; `None` where it cannot be captured.
+    fn capture_key(&self, id: &PlanId) -> Option<u64> {
+        let _ = id;
+        None
+    }
+
     /// One layer's pages.
     ///
     /// # Errors

@@ -185,6 +185,15 @@ impl<K: Kernel> Plan<K> {
         self.work.stage(stream)
     }
 
+    /// What a captured run of the plan takes for granted, as a number: kernels, grids and where the list lies on the device. A
+    /// graph that was captured under another number is captured anew. `None` for a plan that is not staged on a device.
+    pub fn capture_key(&self) -> Option<u64> {
+        #[cfg(feature = "cuda")]
+        return self.work.staged.capture_key();
+        #[cfg(not(feature = "cuda"))]
+        None
+    }
+
     /// The shapes planned for.
     pub fn geometry(&self) -> &K::Geometry {
         &self.geometry

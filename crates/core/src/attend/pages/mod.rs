@@ -23,6 +23,6 @@ mod workspaces;
 
 pub use bound::workspace_bound;
 pub use over::OverPages;
-pub use plans::{EagerSlotKey, PlanCounts, Planner, Plans, StoredPlan, capacity};
+pub use plans::{EagerSlotKey, PlanCounts, Planner, Plans, StoredPlan, capacity, key_of};
 pub use rows::{Arrays, Pairs, RowTable, declared};
 pub use workspaces::WorkspacePool;

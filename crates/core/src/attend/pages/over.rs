@@ -6,7 +6,7 @@ use std::sync::Arc;
 use mstar_kernels::cpu::gather::gather_rows_at;
 use mstar_kernels::{TensorMut, TensorRef};
 
-use super::{Planner, Plans, declared};
+use super::{Planner, Plans, declared, key_of};
 use crate::attend::{Attention, AttnOut, Forward, Fresh, IndexBuf, Query, Work};
 use crate::kv::PagedKv;
 use crate::resource::{Fingerprint, Ingest, Outcome, PaddedShape, Promotion, StepContext};
@@ -162,6 +162,12 @@ impl<B: OverPages> Attention for B {
 
     fn kernel(&self, plan: &PlanId) -> Option<String> {
         self.plans().get(plan).ok().map(|stored| self.plans().planner().kernel(stored.plan()))
+    }
+
+    fn capture_key(&self, plan: &PlanId) -> Option<u64> {
+        let of_plan = self.plans().capture_key(plan)?;
+        let slots = if self.reads_own_entries() { self.pages().capture_key(plan)? } else { 0 };
+        Some(key_of(&[of_plan, slots]))
     }
 
     fn select_last_hidden(

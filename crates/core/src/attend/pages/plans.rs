@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt::Debug;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use mstar_kernels::mutant::planted;
@@ -51,6 +52,12 @@ pub trait Planner: Debug + Send + Sync {
 
     /// Scratch that running the plan needs.
     fn workspace_bytes(&self, plan: &Self::Plan) -> usize;
+
+    /// What a captured run of the plan takes for granted, as a number; `None` where it cannot be captured.
+    fn capture_key(&self, plan: &Self::Plan) -> Option<u64> {
+        let _ = plan;
+        None
+    }
 
     /// Host bytes of the plan itself.
     fn plan_bytes(&self, plan: &Self::Plan) -> usize;
@@ -363,6 +370,14 @@ impl<P: Planner> Plans<P> {
         }
     }
 
+    /// What a captured run of the plan `id` takes for granted: what its planner says, and where its scratch lies.
+    pub fn capture_key(&self, id: &PlanId) -> Option<u64> {
+        let stored = self.get(id).ok()?;
+        let of_plan = self.planner.capture_key(&stored.plan)?;
+        let scratch = stored.workspace().ok()?.view().ok()?.as_mut_ptr().addr();
+        Some(key_of(&[of_plan, scratch as u64]))
+    }
+
     /// What the wrapper level said, under the resource's name.
     ///
     /// # Errors
@@ -370,6 +385,13 @@ impl<P: Planner> Plans<P> {
     pub fn said<T>(&self, result: Result<T, mstar_kernels::Error>) -> Result<T> {
         result.map_err(|error| Error::backend(self.name.as_str(), error))
     }
+}
+
+/// One number of several, the same in every run of the program.
+pub fn key_of(numbers: &[u64]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    numbers.hash(&mut hasher);
+    hasher.finish()
 }
 
 /// A bucket's shape with the page ids that it must hold; `None` for an eager step.

@@ -1,6 +1,7 @@
 //! A list on a device: staging it, and running one layer over it.
 
 use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::cpu::paged::Call;
 use crate::cuda::jit::{self, Key};
@@ -32,6 +33,20 @@ impl fmt::Debug for StagedList {
 }
 
 impl StagedList {
+    /// What a captured run takes for granted; `None` while the device has no list.
+    pub(crate) fn capture_key(&self) -> Option<u64> {
+        let on = self.0.as_ref().filter(|on| on.current)?;
+        let mut hasher = DefaultHasher::new();
+        on.image.address().addr().hash(&mut hasher);
+        for ready in [&on.few, &on.many, &on.merge] {
+            let launch = ready
+                .as_ref()
+                .map(|ready| (ready.key.to_string(), ready.threads, ready.shared, ready.walk, ready.blocks));
+            launch.hash(&mut hasher);
+        }
+        Some(hasher.finish())
+    }
+
     /// The list is made anew: what the device has of it is of no use until it is staged again.
     pub(crate) fn forget(&mut self) {
         if let Some(on) = &mut self.0 {
