@@ -17,15 +17,15 @@ const READ_WORDS: usize = 32 << 20;
 const READ_PASSES: usize = 5;
 
 /// The roofline's two sides.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Limits {
-    /// The kernels' instruction set.
-    pub(super) isa: Isa,
-    /// Threads that were measured, and will be used.
+    /// The kernels' instruction set, or the device.
+    pub(super) machine: String,
+    /// Threads that were measured, and will be used; multiprocessors of a device.
     pub(super) threads: usize,
     /// Bytes a second that all threads read together.
     pub(super) read: f64,
-    /// Operations a second of all threads, on f32 operands.
+    /// Operations a second of all threads, on f32 operands; 0 where nobody measured them.
     pub(super) flops_f32: f64,
     /// The same on bf16 operands.
     pub(super) flops_bf16: f64,
@@ -46,7 +46,13 @@ impl Limits {
             });
             peaks.into_iter().sum()
         };
-        Ok(Limits { isa, threads, read, flops_f32: peak(DType::F32), flops_bf16: peak(DType::Bf16) })
+        Ok(Limits {
+            machine: isa.to_string(),
+            threads,
+            read,
+            flops_f32: peak(DType::F32),
+            flops_bf16: peak(DType::Bf16),
+        })
     }
 
     /// Operations a second on operands of a type.

@@ -67,15 +67,10 @@ pub(super) struct Beside {
     pub(super) percent_high: f64,
 }
 
-/// Makes a case, warms it up and repeats it: at least five times (three when `quick`), then until a second (a tenth)
+/// Warms a case up and repeats it: at least five times (three when `quick`), then until a second (a tenth)
 /// has passed. Calls shorter than 50 us are timed in bundles. A case of `case_bytes` with reads of its own is repeated
 /// in turns with them, for three seconds: memory that is shared with others does not stay as fast as it was.
-pub(super) fn measure(
-    make: impl FnOnce() -> anyhow::Result<Made>,
-    case_bytes: f64,
-    quick: bool,
-) -> anyhow::Result<Timed> {
-    let mut made = make()?;
+pub(super) fn measure(mut made: Made, case_bytes: f64, quick: bool) -> anyhow::Result<Timed> {
     let started = Instant::now();
     (made.work)()?;
     let once = started.elapsed().max(Duration::from_nanos(50));
@@ -157,7 +152,7 @@ mod tests {
             work: step('w'),
             reads: Some(PlainReads { bytes: 1.0, in_order: step('o'), in_page_order: step('p') }),
         };
-        let timed = measure(|| Ok(made), 1.0, true).unwrap();
+        let timed = measure(made, 1.0, true).unwrap();
         let order = order.borrow();
         let turns = order.strip_prefix('w').expect("warmed up once");
         assert_eq!(turns, "owp".repeat(timed.repetitions));

@@ -5,17 +5,30 @@
 //! | `cases` | the kernels, their shapes, and what each must move and compute; a file a family |
 //! | `limits` | read bandwidth and multiply-add peak, measured before anything is timed |
 //! | `measure` | repeated timing of one case, in turns with plain reads of its cache where it is bound by them |
+//! | `device` | the same on a device, by its clock and behind cold caches |
+//! | `place` | where cases run, and memory there |
 //! | `report` | the table, and a baseline saved and compared |
 
 mod cases;
+#[cfg(feature = "cuda")]
+mod device;
+#[cfg(not(feature = "cuda"))]
+#[path = "device_off.rs"]
+mod device;
 mod limits;
 mod measure;
+mod place;
 mod report;
 
 use std::path::PathBuf;
 
 use anyhow::{Context, bail};
 
+use mstar_core::spec::DeviceChoice;
+
+use self::device::Clock;
+use self::place::Place;
+use crate::backends::choose;
 use crate::exit::Exit;
 use crate::output::Output;
 use crate::text;
@@ -45,6 +58,9 @@ pub(crate) struct Arguments {
     /// Threads to use; as many as there are processors when not given.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
+    /// Time the kernels of this device: cpu, cuda or cuda:N.
+    #[arg(long, value_name = "DEVICE", default_value = "cpu")]
+    device: String,
 }
 
 /// Runs the subcommand.
@@ -54,34 +70,48 @@ pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
             bail!("no kernel is called {kernel}; there are {}", KERNELS.join(", "));
         }
     }
+    let choice = DeviceChoice::parse(&args.device).map_err(|why| anyhow::anyhow!("--device: {why}"))?;
+    let place = Place::on(choose(choice)?.device)?;
     let baseline = args.baseline.as_deref().map(report::Saved::read).transpose()?;
     // Before anything is timed, so that a path that cannot be written is not found out after it.
     let json = args.json.as_deref().map(Output::open).transpose()?;
     let threads = args.threads.map_or(0, usize::from);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().context("starting threads")?;
-    let saved = pool.install(|| time(&args, baseline.as_ref()))?;
+    let saved = pool.install(|| time(&args, &place, baseline.as_ref()))?;
     if let Some(json) = json {
         saved.write(json).context("--json: cannot write")?;
     }
     Ok(Exit::Success)
 }
 
-fn time(args: &Arguments, baseline: Option<&report::Saved>) -> anyhow::Result<report::Saved> {
-    let limits = limits::Limits::measure()?;
+fn time(args: &Arguments, place: &Place, baseline: Option<&report::Saved>) -> anyhow::Result<report::Saved> {
+    let mut clock = if place.is_cpu() { None } else { Some(Clock::of(place)?) };
+    let limits = match &mut clock {
+        None => limits::Limits::measure()?,
+        Some(clock) => clock.limits(place)?,
+    };
     text::print(&report::head(&limits, baseline))?;
     let mut saved = report::Saved::new(&limits);
-    for case in cases::list(args.quick) {
+    for case in cases::list(place, args.quick) {
         if !args.kernels.is_empty() && !args.kernels.iter().any(|kernel| kernel == case.kernel) {
             continue;
         }
         let name = format!("{} {}", case.kernel, case.shape);
-        let timed = measure::measure(case.make, case.cost.bytes, args.quick).with_context(|| name.clone())?;
+        let timed = (case.make)(place).and_then(|made| match &mut clock {
+            None => measure::measure(made, case.cost.bytes, args.quick),
+            Some(clock) => clock.measure(place, made, args.quick),
+        });
+        let timed = timed.with_context(|| name.clone())?;
         let line = report::Line::new(name, &timed, case.dtype, case.cost, &limits);
         text::print(&line.text(baseline))?;
         saved.lines.push(line);
     }
     if saved.lines.is_empty() {
-        bail!("none of {} is compiled in; build with --features paged,dsa", args.kernels.join(", "));
+        bail!(
+            "none of {} is compiled in or timed on {}; build with --features paged,dsa",
+            args.kernels.join(", "),
+            place.device()
+        );
     }
     Ok(saved)
 }

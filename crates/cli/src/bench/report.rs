@@ -61,7 +61,8 @@ pub(super) struct Saved {
 impl Line {
     pub(super) fn new(name: String, timed: &Timed, dtype: DType, cost: Cost, limits: &Limits) -> Line {
         let read = timed.reads.map_or(limits.read, |reads| reads.in_order.gb_per_s * 1e9);
-        let least = (cost.bytes / read).max(cost.flops / limits.flops(dtype));
+        let peak = limits.flops(dtype);
+        let least = (cost.bytes / read).max(if peak > 0.0 { cost.flops / peak } else { 0.0 });
         Line {
             name,
             median_us: timed.median * 1e6,
@@ -109,15 +110,23 @@ fn share(of: &str, read: &Beside) -> String {
     )
 }
 
+/// The machine and its limits.
+fn measured(limits: &Limits) -> String {
+    let Limits { machine, threads, .. } = limits;
+    let [read, f32s, bf16s] = [limits.read, limits.flops_f32, limits.flops_bf16].map(|value| value / 1e9);
+    if f32s > 0.0 {
+        return format!(
+            "{machine}, {threads} threads: read {read:.1} GB/s, multiply-add {f32s:.0} GFLOP/s f32, {bf16s:.0} bf16"
+        );
+    }
+    format!("{machine}, {threads} SMs\nread {read:.1} GB/s, mma.sync {bf16s:.0} GFLOP/s bf16")
+}
+
 /// The machine, and the table's head.
 pub(super) fn head(limits: &Limits, baseline: Option<&Saved>) -> String {
     let mut text = format!(
-        "{}, {} threads: read {:.1} GB/s, multiply-add {:.0} GFLOP/s f32, {:.0} bf16\n\n{:<34}{:>12}{:>8}{:>9}{:>7}",
-        limits.isa,
-        limits.threads,
-        limits.read / 1e9,
-        limits.flops_f32 / 1e9,
-        limits.flops_bf16 / 1e9,
+        "{}\n\n{:<34}{:>12}{:>8}{:>9}{:>7}",
+        measured(limits),
         "kernel and shape",
         "median us",
         "GB/s",
@@ -135,7 +144,7 @@ impl Saved {
     pub(super) fn new(limits: &Limits) -> Saved {
         Saved {
             version: VERSION,
-            isa: limits.isa.to_string(),
+            isa: limits.machine.clone(),
             threads: limits.threads,
             read_gb_per_s: limits.read / 1e9,
             peak_f32_gflop_per_s: limits.flops_f32 / 1e9,
@@ -164,12 +173,10 @@ impl Saved {
 
 #[cfg(test)]
 mod tests {
-    use mstar_kernels::cpu::Isa;
-
     use super::*;
 
     fn limits() -> Limits {
-        Limits { isa: Isa::Portable, threads: 2, read: 50e9, flops_f32: 100e9, flops_bf16: 400e9 }
+        Limits { machine: "x".into(), threads: 2, read: 50e9, flops_f32: 100e9, flops_bf16: 400e9 }
     }
 
     fn timed(median: f64) -> Timed {

@@ -1,12 +1,12 @@
 //! The sparse attention indexer: scores, the pick of given scores, and both at once.
 
 use mstar_kernels::dsa::{
-    KeyFormat, ScoresParams, SelectParams, TopkParams, quantise_keys, scores, scores_workspace_bytes, select,
-    select_workspace_bytes, topk,
+    DeviceTable, KeyFormat, ScoresParams, SelectParams, Table, TopkParams, prepare_select, quantise_keys,
+    scores_at, scores_workspace_bytes, select_at, select_workspace_bytes_on, topk,
 };
-use mstar_kernels::{Buffer, DType, Stream};
+use mstar_kernels::{Buffer, DType, Device};
 
-use super::{Case, Cost, Made, filled};
+use super::{Case, Cost, Made, Place};
 
 /// DeepSeek-V3.2's indexer.
 const HEADS: usize = 64;
@@ -42,6 +42,21 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
     cases
 }
 
+/// Those of a device.
+pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
+    let (requests, keys) = if quick { (2, 256) } else { (64, 32768) };
+    let base = Rows { requests, q_len: 1, keys, format: KeyFormat::Bf16 };
+    let fp8 = Rows { format: KeyFormat::Fp8, ..base };
+    let one = Rows { requests: 1, keys: if quick { 256 } else { 65536 }, ..base };
+    vec![
+        indexer("index", base),
+        indexer("index", fp8),
+        indexer("select", base),
+        indexer("select", fp8),
+        indexer("select", one),
+    ]
+}
+
 impl Rows {
     fn rows(&self) -> usize {
         self.requests * self.q_len
@@ -71,26 +86,28 @@ impl Rows {
     }
 }
 
-fn stored_keys(rows: Rows) -> anyhow::Result<Buffer> {
+fn stored_keys(place: &Place, rows: Rows) -> anyhow::Result<Buffer> {
     let (tokens, format) = (rows.requests * rows.keys, rows.format);
     if format != KeyFormat::Fp8 {
-        return filled(format.dtype(), tokens * WIDTH);
+        return place.filled(format.dtype(), tokens * WIDTH);
     }
-    let plain = filled(DType::F32, tokens * WIDTH)?;
+    let host = Place::on(Device::Cpu)?;
+    let plain = host.filled(DType::F32, tokens * WIDTH)?;
     let shape = [tokens, format.width(WIDTH)];
-    let mut stored = Buffer::for_tensor(DType::U8, &shape)?;
+    let mut stored = host.room(DType::U8, &shape)?;
     quantise_keys(plain.tensor(0, DType::F32, &[tokens, WIDTH])?, stored.tensor_mut(0, DType::U8, &shape)?)?;
-    Ok(stored)
+    place.moved(stored)
 }
 
 fn indexer(kernel: &'static str, rows: Rows) -> Case {
-    let make = move || -> anyhow::Result<Made> {
+    let make = move |place: &Place| -> anyhow::Result<Made> {
+        let stream = place.stream();
         let (t, keys, format, q_dtype) = (rows.rows(), rows.keys, rows.format, rows.q_dtype());
         let per_request = keys / PAGE_SIZE;
         let pages = rows.requests * per_request;
-        let q = filled(q_dtype, t * HEADS * WIDTH)?;
-        let weights = filled(DType::F32, t * HEADS)?;
-        let pool = stored_keys(rows)?;
+        let q = place.filled(q_dtype, t * HEADS * WIDTH)?;
+        let weights = place.filled(DType::F32, t * HEADS)?;
+        let pool = stored_keys(place, rows)?;
         // Neighbours in a request lie far apart in the pool; an odd step visits each of a power of two.
         let kv_indices: Vec<i32> = (0..pages).map(|i| (i * ((pages / 2 + 1) | 1) % pages) as i32).collect();
         let kv_indptr: Vec<i32> = (0..=rows.requests).map(|r| (r * per_request) as i32).collect();
@@ -98,13 +115,27 @@ fn indexer(kernel: &'static str, rows: Rows) -> Case {
         let positions: Vec<i32> = (0..t).map(|row| (keys - rows.q_len + row % rows.q_len) as i32).collect();
         let (page_start, kv_lens) = (vec![0; rows.requests], vec![keys as i32; rows.requests]);
         let workers = rayon::current_num_threads();
+        let mut on = DeviceTable::with_capacity(&stream, t, rows.requests, pages, keys)?;
+        on.set(
+            &stream,
+            &Table {
+                row_request: &row_request,
+                positions: &positions,
+                kv_indptr: &kv_indptr,
+                kv_indices: &kv_indices,
+                page_start: &page_start,
+                kv_lens: &kv_lens,
+            },
+        )?;
+        prepare_select(&stream, q_dtype, format, HEADS, WIDTH)?;
+        let device = place.device();
         let bytes = scores_workspace_bytes(t, keys, HEADS, WIDTH, workers)
-            .max(select_workspace_bytes(t, keys, HEADS, WIDTH, TOPK, workers));
-        let mut workspace = Buffer::zeroed(bytes)?;
+            .max(select_workspace_bytes_on(device, t, keys, HEADS, WIDTH, TOPK, workers));
+        let mut workspace = place.scratch(bytes)?;
         let picks = kernel == "select";
         let width = if picks { TOPK } else { keys };
         let dtype = if picks { DType::I32 } else { DType::F32 };
-        let mut out = Buffer::for_tensor(dtype, &[t, width])?;
+        let mut out = place.room(dtype, &[t, width])?;
         Ok(Made::alone(move || {
             let q = q.tensor(0, q_dtype, &[t, HEADS, WIDTH])?;
             let weights = weights.tensor(0, DType::F32, &[t, HEADS])?;
@@ -114,7 +145,6 @@ fn indexer(kernel: &'static str, rows: Rows) -> Case {
             let (row_request, positions) = (&row_request[..], &positions[..]);
             let (kv_indptr, kv_indices) = (&kv_indptr[..], &kv_indices[..]);
             let (page_start, kv_lens) = (&page_start[..], &kv_lens[..]);
-            let stream = Stream::cpu();
             if picks {
                 let (topk, selection) = (TOPK, out);
                 let params = SelectParams {
@@ -133,7 +163,7 @@ fn indexer(kernel: &'static str, rows: Rows) -> Case {
                     workspace,
                     workers,
                 };
-                return Ok(select(&stream, params)?);
+                return Ok(select_at(&stream, &on, params)?);
             }
             let params = ScoresParams {
                 q,
@@ -150,7 +180,7 @@ fn indexer(kernel: &'static str, rows: Rows) -> Case {
                 workspace,
                 workers,
             };
-            Ok(scores(&stream, params)?)
+            Ok(scores_at(&stream, &on, params)?)
         }))
     };
     Case { kernel, shape: rows.shape(), dtype: rows.q_dtype(), cost: rows.cost(), make: Box::new(make) }
@@ -159,14 +189,15 @@ fn indexer(kernel: &'static str, rows: Rows) -> Case {
 /// The pick of one row's scores, all different or rectified to many ties.
 fn picker(keys: usize, ties: bool) -> Case {
     let topk_of = TOPK.min(keys / 2);
-    let make = move || -> anyhow::Result<Made> {
-        let mut given = filled(DType::F32, keys)?;
+    let make = move |place: &Place| -> anyhow::Result<Made> {
+        let stream = place.stream();
+        let mut given = place.filled(DType::F32, keys)?;
         if ties {
             let mut view = given.tensor_mut(0, DType::F32, &[keys])?;
             let numbers = view.as_mut_slice::<f32>().unwrap_or_default();
             numbers.iter_mut().for_each(|x| *x = (*x * 256.0).round().max(0.0) / 256.0);
         }
-        let mut out = Buffer::for_tensor(DType::I32, &[topk_of])?;
+        let mut out = place.room(DType::I32, &[topk_of])?;
         let positions = [keys as i32 - 1];
         Ok(Made::alone(move || {
             let params = TopkParams {
@@ -176,7 +207,7 @@ fn picker(keys: usize, ties: bool) -> Case {
                 out: out.tensor_mut(0, DType::I32, &[1, topk_of])?,
                 workers: 1,
             };
-            Ok(topk(&Stream::cpu(), params)?)
+            Ok(topk(&stream, params)?)
         }))
     };
     let shape = format!("{topk_of} of {keys}, {}", if ties { "ties" } else { "different" });

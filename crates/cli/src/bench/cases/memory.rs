@@ -1,11 +1,11 @@
 //! Kernels that only move memory: appending to pages, merging partial results.
 
 use anyhow::Context;
-use mstar_kernels::cpu::scatter::scatter;
+use mstar_kernels::cpu::scatter::scatter_at;
 use mstar_kernels::lse::{Merged, Partial, merge_natural};
-use mstar_kernels::{Buffer, DType, Stream};
+use mstar_kernels::{Buffer, DType};
 
-use super::{Case, Cost, Made, filled};
+use super::{Case, Cost, Made, Place};
 
 const D: usize = 128;
 const S: usize = 16;
@@ -17,17 +17,28 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
     [scatter_case(tokens)].into_iter().chain(merges).collect()
 }
 
+/// Those of a device.
+pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
+    vec![scatter_case(if quick { 64 } else { 8192 })]
+}
+
 fn scatter_case(tokens: usize) -> Case {
     let (g, dtype) = (8, DType::Bf16);
-    let make = move || -> anyhow::Result<Made> {
+    let make = move |place: &Place| -> anyhow::Result<Made> {
+        let stream = place.stream();
         let pages = 2 * tokens.div_ceil(S);
-        let entries = filled(dtype, tokens * g * D)?;
-        let mut cache = Buffer::for_tensor(dtype, &[pages, S, g, D])?;
-        let slots: Vec<i64> = (0..tokens).map(|t| (t / S * 2 * S + t % S) as i64).collect();
+        let entries = place.filled(dtype, tokens * g * D)?;
+        let mut cache = place.room(dtype, &[pages, S, g, D])?;
+        let mut slots = Buffer::for_tensor(DType::I64, &[tokens])?;
+        let mut view = slots.tensor_mut(0, DType::I64, &[tokens])?;
+        for (t, slot) in view.as_mut_slice::<i64>().unwrap_or_default().iter_mut().enumerate() {
+            *slot = (t / S * 2 * S + t % S) as i64;
+        }
+        let slots = place.moved(slots)?;
         Ok(Made::alone(move || {
             let from = entries.tensor(0, dtype, &[tokens, g, D])?;
             let to = cache.tensor_mut(0, dtype, &[pages, S, g, D])?;
-            Ok(scatter(&Stream::cpu(), &slots, from, to)?)
+            Ok(scatter_at(&stream, slots.tensor(0, DType::I64, &[tokens])?, from, to)?)
         }))
     };
     let cost = Cost { bytes: (2 * tokens * g * D * dtype.size()) as f64, flops: 0.0 };
@@ -42,11 +53,11 @@ fn scatter_case(tokens: usize) -> Case {
 
 fn merge_case(tokens: usize, dtype: DType) -> Case {
     let h = 32;
-    let make = move || -> anyhow::Result<Made> {
-        let parts = [filled(dtype, tokens * h * D)?, filled(dtype, tokens * h * D)?];
-        let lses = [filled(DType::F32, tokens * h)?, filled(DType::F32, tokens * h)?];
+    let make = move |place: &Place| -> anyhow::Result<Made> {
+        let parts = [place.filled(dtype, tokens * h * D)?, place.filled(dtype, tokens * h * D)?];
+        let lses = [place.filled(DType::F32, tokens * h)?, place.filled(DType::F32, tokens * h)?];
         let (mut o, mut lse) =
-            (Buffer::for_tensor(dtype, &[tokens * h * D])?, Buffer::for_tensor(DType::F32, &[tokens * h])?);
+            (place.room(dtype, &[tokens * h * D])?, place.room(DType::F32, &[tokens * h])?);
         Ok(Made::alone(move || {
             let part = |i: usize| -> anyhow::Result<Partial<'_>> {
                 Ok(Partial {

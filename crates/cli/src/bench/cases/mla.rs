@@ -1,13 +1,15 @@
 //! Latent attention: decode and prefill over every key, and attention over picked latents.
 
 #[cfg(feature = "dsa")]
-use mstar_kernels::dsa::{SparseParams, sparse_attend, sparse_workspace_bytes};
+use mstar_kernels::dsa::{
+    DeviceTable, SparseParams, Table, prepare_sparse, sparse_attend_at, sparse_workspace_bytes_on,
+};
 use mstar_kernels::mla::{AttendParams, Geometry, Variant, attend, schedule, workspace_bytes};
-use mstar_kernels::paged::{PageTable, ScheduleOptions};
+use mstar_kernels::paged::{PageTable, ScheduleOptions, Target};
 use mstar_kernels::work::WorkList;
-use mstar_kernels::{Buffer, DType, Stream, TensorRef};
+use mstar_kernels::{Buffer, DType, TensorRef};
 
-use super::{Case, Cost, Made, filled};
+use super::{Case, Cost, Made, Place};
 
 /// DeepSeek-V3's latents.
 const C: usize = 512;
@@ -41,6 +43,21 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
         let sparse = Rows { picks: if quick { 256 } else { 2048 }, ..base };
         cases.extend([16, 64, 128].into_iter().map(|heads| picked(Rows { heads, ..sparse })));
         cases.push(picked(Rows { rows: 16, kv_len: kv_len / 4, ..sparse }));
+    }
+    cases
+}
+
+/// Those of a device.
+pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
+    let short = |tokens: usize| if quick { tokens / 128 } else { tokens };
+    let rows = if quick { 2 } else { 64 };
+    let base = Rows { rows, q_len: 1, kv_len: short(16384), heads: 16, dtype: DType::Bf16, picks: 0 };
+    let mut cases =
+        vec![latent(base), latent(Rows { kv_len: short(4096), ..base }), latent(Rows { heads: 128, ..base })];
+    #[cfg(feature = "dsa")]
+    for heads in [64, 128] {
+        let heads = if quick { 16 } else { heads };
+        cases.push(picked(Rows { kv_len: short(32768), picks: short(2048), heads, ..base }));
     }
     cases
 }
@@ -102,13 +119,13 @@ struct Tensors {
 }
 
 impl Tensors {
-    fn new(rows: Rows, workspace: usize) -> anyhow::Result<Tensors> {
+    fn new(place: &Place, rows: Rows, workspace: usize) -> anyhow::Result<Tensors> {
         let (t, pages) = (rows.tokens(), rows.rows * rows.pages_per_row());
         Ok(Tensors {
-            q: filled(rows.dtype, t * rows.heads * (C + E))?,
-            latent: filled(rows.dtype, pages * PAGE_SIZE * (C + E))?,
-            o: Buffer::for_tensor(rows.dtype, &[t, rows.heads, C])?,
-            workspace: Buffer::zeroed(workspace)?,
+            q: place.filled(rows.dtype, t * rows.heads * (C + E))?,
+            latent: place.filled(rows.dtype, pages * PAGE_SIZE * (C + E))?,
+            o: place.room(rows.dtype, &[t, rows.heads, C])?,
+            workspace: place.scratch(workspace)?,
         })
     }
 }
@@ -121,7 +138,8 @@ fn inputs<'a>(rows: &Rows, q: &'a Buffer, latent: &'a Buffer) -> anyhow::Result<
 }
 
 fn latent(rows: Rows) -> Case {
-    let make = move || -> anyhow::Result<Made> {
+    let make = move |place: &Place| -> anyhow::Result<Made> {
+        let stream = place.stream();
         let (kv_indptr, kv_indices) = rows.pages();
         let qo_indptr: Vec<i32> = (0..=rows.rows).map(|row| (row * rows.q_len) as i32).collect();
         let last = ((rows.kv_len - 1) % PAGE_SIZE + 1) as i32;
@@ -135,11 +153,13 @@ fn latent(rows: Rows) -> Case {
         };
         let workers = rayon::current_num_threads();
         let mut work = WorkList::default();
-        let options = ScheduleOptions { workers, ..ScheduleOptions::default() };
+        let target = Target::of(place.device());
+        let options = ScheduleOptions { workers, target, ..ScheduleOptions::default() };
         let variant = Variant { sm_scale: SM_SCALE, causal: true };
         schedule(&rows.geometry(), &variant, &table, &options, &mut work)?;
+        work.stage(&stream)?;
         let bytes = workspace_bytes(&work, workers);
-        let mut tensors = Tensors::new(rows, bytes)?;
+        let mut tensors = Tensors::new(place, rows, bytes)?;
         Ok(Made::alone(move || {
             let Tensors { q, latent, o, workspace } = &mut tensors;
             let [q_nope, q_pe, latent] = inputs(&rows, q, latent)?;
@@ -153,7 +173,7 @@ fn latent(rows: Rows) -> Case {
                 workspace: workspace.tensor_mut(0, DType::U8, &[bytes])?,
                 workers,
             };
-            Ok(attend(&Stream::cpu(), params)?)
+            Ok(attend(&stream, params)?)
         }))
     };
     Case { kernel: "mla", shape: rows.shape(), dtype: rows.dtype, cost: rows.cost(), make: Box::new(make) }
@@ -161,7 +181,8 @@ fn latent(rows: Rows) -> Case {
 
 #[cfg(feature = "dsa")]
 fn picked(rows: Rows) -> Case {
-    let make = move || -> anyhow::Result<Made> {
+    let make = move |place: &Place| -> anyhow::Result<Made> {
+        let stream = place.stream();
         let (kv_indptr, kv_indices) = rows.pages();
         let (t, picks) = (rows.tokens(), rows.picks);
         let mut selection = Buffer::for_tensor(DType::I32, &[t, picks])?;
@@ -171,11 +192,26 @@ fn picked(rows: Rows) -> Case {
         for (i, pick) in view.as_mut_slice::<i32>().unwrap_or_default().iter_mut().enumerate() {
             *pick = (i % picks * step + i * 5 % step) as i32;
         }
+        let selection = place.moved(selection)?;
         let row_request: Vec<i32> = (0..t).map(|row| (row / rows.q_len) as i32).collect();
+        let positions = vec![rows.kv_len as i32 - 1; t];
         let (page_start, kv_lens) = (vec![0; rows.rows], vec![rows.kv_len as i32; rows.rows]);
         let workers = rayon::current_num_threads();
-        let bytes = sparse_workspace_bytes(&rows.geometry(), picks, workers);
-        let mut tensors = Tensors::new(rows, bytes)?;
+        let mut on = DeviceTable::with_capacity(&stream, t, rows.rows, kv_indices.len(), rows.kv_len)?;
+        on.set(
+            &stream,
+            &Table {
+                row_request: &row_request,
+                positions: &positions,
+                kv_indptr: &kv_indptr,
+                kv_indices: &kv_indices,
+                page_start: &page_start,
+                kv_lens: &kv_lens,
+            },
+        )?;
+        prepare_sparse(&stream, &rows.geometry())?;
+        let bytes = sparse_workspace_bytes_on(place.device(), &rows.geometry(), t, picks, workers);
+        let mut tensors = Tensors::new(place, rows, bytes)?;
         Ok(Made::alone(move || {
             let Tensors { q, latent, o, workspace } = &mut tensors;
             let [q_nope, q_pe, latent] = inputs(&rows, q, latent)?;
@@ -196,7 +232,7 @@ fn picked(rows: Rows) -> Case {
                 workspace: workspace.tensor_mut(0, DType::U8, &[bytes])?,
                 workers,
             };
-            Ok(sparse_attend(&Stream::cpu(), params)?)
+            Ok(sparse_attend_at(&stream, &on, params)?)
         }))
     };
     Case { kernel: "sparse", shape: rows.shape(), dtype: rows.dtype, cost: rows.cost(), make: Box::new(make) }

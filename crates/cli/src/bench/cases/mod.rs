@@ -12,10 +12,10 @@ mod mla;
 #[cfg(feature = "paged")]
 mod paged;
 
-use half::bf16;
-use mstar_kernels::{Buffer, DType};
+use mstar_kernels::DType;
 
 use super::measure::Made;
+use super::place::Place;
 use super::report::Cost;
 
 /// A kernel at one shape.
@@ -29,58 +29,73 @@ pub(super) struct Case {
     /// Useful work of a call.
     pub(super) cost: Cost,
     /// Allocates and fills what a call needs.
-    pub(super) make: Box<dyn FnOnce() -> anyhow::Result<Made>>,
+    pub(super) make: Box<dyn FnOnce(&Place) -> anyhow::Result<Made>>,
 }
 
-/// Every case, large shapes or small ones.
-pub(super) fn list(quick: bool) -> Vec<Case> {
+/// Every case of a place, large shapes or small ones.
+pub(super) fn list(place: &Place, quick: bool) -> Vec<Case> {
+    let cpu = place.is_cpu();
     let families = [
         #[cfg(feature = "paged")]
-        paged::list(quick),
+        if cpu { paged::list(quick) } else { paged::list_on_device(quick) },
         #[cfg(feature = "dsa")]
-        dsa::list(quick),
+        if cpu { dsa::list(quick) } else { dsa::list_on_device(quick) },
         #[cfg(any(feature = "mla", feature = "dsa"))]
-        mla::list(quick),
+        if cpu { mla::list(quick) } else { mla::list_on_device(quick) },
         #[cfg(feature = "dense")]
-        dense::list(quick),
+        if cpu { dense::list(quick) } else { dense::list_on_device(quick) },
         #[cfg(feature = "flex")]
-        flex::list(quick),
-        memory::list(quick),
+        if cpu { flex::list(quick) } else { flex::list_on_device(quick) },
+        if cpu { memory::list(quick) } else { memory::list_on_device(quick) },
     ];
     families.into_iter().flatten().collect()
 }
 
-/// A buffer of numbers in -1..1.
-fn filled(dtype: DType, len: usize) -> anyhow::Result<Buffer> {
-    let mut buffer = Buffer::for_tensor(dtype, &[len])?;
-    let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 16) as f32 / 32_768.0 - 1.0;
-    let mut view = buffer.tensor_mut(0, dtype, &[len])?;
-    if let Some(numbers) = view.as_mut_slice::<f32>() {
-        numbers.iter_mut().enumerate().for_each(|(i, x)| *x = number(i));
-    } else if let Some(numbers) = view.as_mut_slice::<bf16>() {
-        numbers.iter_mut().enumerate().for_each(|(i, x)| *x = bf16::from_f32(number(i)));
-    }
-    Ok(buffer)
-}
-
 #[cfg(test)]
 mod tests {
+    use mstar_kernels::Device;
+
     use super::*;
 
-    #[test]
-    fn every_quick_case_runs_and_is_one_that_can_be_named() {
-        for case in list(true) {
+    /// Runs every quick case of a place, and names those of the large list.
+    fn check(place: &Place) {
+        for case in list(place, true) {
             assert!(super::super::KERNELS.contains(&case.kernel));
             assert!(case.kernel.len() + case.shape.len() < 34, "{} {}", case.kernel, case.shape);
-            let mut made = (case.make)().unwrap();
-            (made.work)().unwrap_or_else(|error| panic!("{} {}: {error:#}", case.kernel, case.shape));
-            assert_eq!(made.reads.is_some(), case.kernel == "decode");
+            let name = format!("{} {}", case.kernel, case.shape);
+            let mut made = (case.make)(place).unwrap_or_else(|error| panic!("{name}: {error:#}"));
+            (made.work)().unwrap_or_else(|error| panic!("{name}: {error:#}"));
+            place.stream().synchronize().unwrap();
+            assert_eq!(made.reads.is_some(), case.kernel == "decode" && place.is_cpu());
             if let Some(mut reads) = made.reads {
                 (reads.in_order)().unwrap();
                 (reads.in_page_order)().unwrap();
                 assert!(reads.bytes <= case.cost.bytes);
             }
         }
-        assert!(list(false).iter().all(|case| case.kernel.len() + case.shape.len() < 34));
+        assert!(list(place, false).iter().all(|case| case.kernel.len() + case.shape.len() < 34));
+    }
+
+    #[test]
+    fn every_quick_case_runs_and_is_one_that_can_be_named() {
+        check(&Place::on(Device::Cpu).unwrap());
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn every_quick_case_of_a_device_runs_and_is_timed() {
+        #[cfg(feature = "emulator")]
+        mstar_kernels::cuda::emulate();
+        let place = match Place::on(Device::Cuda(0)) {
+            Ok(place) => place,
+            Err(why) => return println!("SKIPPED: {why}"),
+        };
+        check(&place);
+        let mut clock = super::super::device::Clock::of(&place).unwrap();
+        let limits = clock.limits(&place).unwrap();
+        assert!(limits.read > 0.0 && limits.flops_bf16 > 0.0);
+        let case = list(&place, true).into_iter().find(|case| case.kernel == "scatter").unwrap();
+        let timed = clock.measure(&place, (case.make)(&place).unwrap(), true).unwrap();
+        assert!(timed.median > 0.0 && timed.repetitions == 3);
     }
 }

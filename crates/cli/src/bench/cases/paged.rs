@@ -3,14 +3,12 @@
 use std::hint::black_box;
 use std::sync::Arc;
 
-use mstar_attn_paged::{
-    Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Stream, Variant, Workspace, run,
-};
+use mstar_attn_paged::{Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Variant, Workspace, run};
 use mstar_kernels::{Buffer, DType, TensorRef};
 use rayon::prelude::*;
 
 use super::super::limits::fold;
-use super::{Case, Cost, Made, filled};
+use super::{Case, Cost, Made, Place};
 use crate::bench::measure::PlainReads;
 
 const D: usize = 128;
@@ -160,24 +158,52 @@ impl Tables {
     }
 }
 
+/// Those of a device.
+pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
+    let few = |rows: usize| if quick { rows.min(2) } else { rows };
+    let short = |tokens: usize| if quick { tokens / 64 } else { tokens };
+    let base = Rows {
+        rows: 1,
+        q_len: 1,
+        kv_len: 1,
+        shared: 0,
+        h: 32,
+        g: 8,
+        page: S,
+        dtype: DType::Bf16,
+        cascade: true,
+    };
+    let rows = [(1, 8192), (16, 1024), (16, 8192), (64, 1024), (64, 8192)];
+    let decode = rows
+        .map(|(rows, kv_len)| attention("decode", Rows { rows: few(rows), kv_len: short(kv_len), ..base }));
+    let n = short(8192);
+    decode.into_iter().chain([attention("prefill", Rows { q_len: n, kv_len: n, ..base })]).collect()
+}
+
 fn attention(kernel: &'static str, rows: Rows) -> Case {
     let shape = match (kernel, rows.cascade) {
         ("cascade", true) => format!("{} x {}, shared, {}", rows.rows, rows.kv_len, rows.dtype),
         ("cascade", false) => format!("{} x {}, flat, {}", rows.rows, rows.kv_len, rows.dtype),
         _ => rows.shape(),
     };
-    let make = move || -> anyhow::Result<Made> {
+    let make = move |place: &Place| -> anyhow::Result<Made> {
+        let stream = place.stream();
         let tables = rows.tables();
-        let plan = Plan::new(&rows.geometry(), &Variant::causal(D), &tables.view(), &rows.options())?;
-        let mut workspace = Workspace::for_plan(&plan)?;
+        let options = PlanOptions { device: place.device(), ..rows.options() };
+        let mut plan = Plan::new(&rows.geometry(), &Variant::causal(D), &tables.view(), &options)?;
+        plan.stage(&stream)?;
+        let mut workspace = Workspace::on(place.device(), plan.workspace_bytes())?;
         let (t, h, dtype) = (rows.rows * rows.q_len, rows.h, rows.dtype);
         let pool = [tables.pages, rows.page, rows.g, D];
         let len: usize = pool.iter().product();
-        let (q, k, v) =
-            (filled(dtype, t * h * D)?, Arc::new(filled(dtype, len)?), Arc::new(filled(dtype, len)?));
+        let (q, k, v) = (
+            place.filled(dtype, t * h * D)?,
+            Arc::new(place.filled(dtype, len)?),
+            Arc::new(place.filled(dtype, len)?),
+        );
         // What bounds decode is the read of its keys and values; the others also compute.
-        let reads = (kernel == "decode").then(|| plain_reads(&k, &v, &tables));
-        let mut o = Buffer::for_tensor(dtype, &[t, h, D])?;
+        let reads = (kernel == "decode" && place.is_cpu()).then(|| plain_reads(&k, &v, &tables));
+        let mut o = place.room(dtype, &[t, h, D])?;
         let work = move || {
             let inputs = Inputs {
                 q: q.tensor(0, dtype, &[t, h, D])?,
@@ -187,7 +213,7 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
                 alibi_slopes: None,
             };
             let outputs = Outputs { o: o.tensor_mut(0, dtype, &[t, h, D])?, lse: None };
-            Ok(run(&plan, &Stream::cpu(), &mut workspace, inputs, outputs)?)
+            Ok(run(&plan, &stream, &mut workspace, inputs, outputs)?)
         };
         Ok(Made { work: Box::new(work), reads })
     };
@@ -235,7 +261,7 @@ fn plain_reads(k: &Arc<Buffer>, v: &Arc<Buffer>, tables: &Tables) -> PlainReads 
 
 /// Planning a batch that changed; nothing bounds it but the host.
 fn plan(rows: Rows) -> Case {
-    let make = move || -> anyhow::Result<Made> {
+    let make = move |_: &Place| -> anyhow::Result<Made> {
         let mut tables = rows.tables();
         let (geometry, variant, options) = (rows.geometry(), Variant::causal(D), rows.options());
         let mut plan = Plan::new(&geometry, &variant, &tables.view(), &options)?;
