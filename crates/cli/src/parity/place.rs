@@ -3,8 +3,6 @@
 use mstar_kernels::cuda::OwnedStream;
 use mstar_kernels::{Buffer, Device, Element, Result, Stream, TensorMut, TensorRef, copy};
 
-use super::ops::NotRun;
-
 /// A device that cases run on.
 pub(super) struct Place {
     stream: OwnedStream,
@@ -33,14 +31,6 @@ impl Place {
 
     pub(super) fn stream(&self) -> Stream {
         self.stream.stream()
-    }
-
-    /// Refuses a device, for ops that run on the CPU alone.
-    pub(super) fn on_cpu(&self) -> std::result::Result<(), NotRun> {
-        match self.device() {
-            Device::Cpu => Ok(()),
-            device => Err(NotRun::Unsupported(format!("this op does not run on {device} yet"))),
-        }
     }
 
     pub(super) fn device(&self) -> Device {

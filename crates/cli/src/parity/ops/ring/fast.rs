@@ -13,7 +13,7 @@ use mstar_core::resource::Ingest;
 use mstar_core::step::{Declaration, RingSegment, RingStep};
 use mstar_core::{Engine, Label, PlanId, RequestId, Resource, Step};
 use mstar_kernels::reference::ring::Pass;
-use mstar_kernels::{DType, Stream, TensorRef};
+use mstar_kernels::{DType, Stream};
 
 use super::{Case, Inputs};
 use crate::parity::ops::unwritten::Unwritten;
@@ -47,9 +47,9 @@ fn step(world: usize, frame_pos: u64, commit: bool, span: usize) -> Step {
 
 impl Rig {
     /// Every world claimed, in order, and empty.
-    fn new(config: RingConfig) -> Result<Rig> {
+    fn new(config: RingConfig, stream: Stream) -> Result<Rig> {
         let (worlds, span) = (config.num_worlds, config.tokens_per_frame);
-        let ring = Arc::new(RingCache::new("ring".into(), config)?);
+        let ring = Arc::new(RingCache::on(stream, "ring".into(), config)?);
         let engine = Engine::new(vec![ring.clone() as Arc<dyn Resource>])?;
         let rig = Rig { engine, ring };
         for world in 0..worlds {
@@ -93,7 +93,8 @@ fn run_case<E: Unwritten>(case: &Case, place: &Place) -> Result<Outputs> {
     let (q, k, v) = (case.elements::<E>("in.q"), case.elements::<E>("in.k"), case.elements::<E>("in.v"));
     let mut o: Vec<E> = Vec::with_capacity(n * h * f * d);
     let (mut visible_blocks, mut visible_indptr) = (Vec::new(), vec![0i32]);
-    let (rig, stream) = (Rig::new(config)?, Stream::cpu());
+    let stream = place.stream();
+    let rig = Rig::new(config, stream)?;
     let mut workspace = Workspace::on(place.device(), 0)?;
     let options = KernelOptions { device: place.device(), ..KernelOptions::default() };
     for (pass, &Pass { world, frame_pos, commit }) in inputs.passes.iter().enumerate() {
@@ -101,35 +102,30 @@ fn run_case<E: Unwritten>(case: &Case, place: &Place) -> Result<Outputs> {
         let planned = rig.plan(step(world, frame_pos, commit, f)).with_context(said)?;
         let id = PlanId { slot: planned.slot(), label: Label::main(), serial: planned.serial() };
         let keys = pass * g * f * d..(pass + 1) * g * f * d;
-        let frame = |tensor| -> Result<_> { Ok(TensorRef::from_slice(tensor, &[g, f, d])?.transpose(0, 1)) };
-        let view = rig.ring.upsert(&id, 0, frame(&k[keys.clone()])?, frame(&v[keys])?, &stream)?;
+        let [frame_k, frame_v] = [&k[keys.clone()], &v[keys]].map(|frame| place.put(frame, &[g, f, d]));
+        let (frame_k, frame_v) = (frame_k?, frame_v?);
+        let frames = [frame_k.view()?.transpose(0, 1), frame_v.view()?.transpose(0, 1)];
+        let view = rig.ring.upsert(&id, 0, frames[0], frames[1], &stream)?;
         let blocks = view.visible(0);
         visible_blocks.extend_from_slice(blocks);
         visible_indptr.push(visible_blocks.len() as i32);
         let full = KvBlocks { indptr: &[0, blocks.len() as i32], indices: blocks };
         let mask = BlockMask::from_kv_blocks(shape, full, KvBlocks::NONE, MaskRule::Whole)?;
         let mut plan = Plan::new(&geometry, &mask, &options)?;
-        plan.stage(&place.stream(), &[])?;
+        plan.stage(&stream, &[])?;
         workspace.reserve_bytes(plan.workspace_bytes())?;
         let at = pass * h * f * d;
-        // The ring is the host's; what attends it may be elsewhere.
-        let whole = |tensor: TensorRef<'_>| {
-            let slice =
-                tensor.as_slice::<E>().ok_or_else(|| anyhow!("a layer of the ring is not contiguous"))?;
-            Ok::<_, anyhow::Error>(place.put(slice, tensor.shape())?)
-        };
-        let (ring_k, ring_v) = (whole(view.layer.k)?, whole(view.layer.v)?);
         let pass_q = place.put(&q[at..at + h * f * d], &[1, h, f, d])?;
         let mut pass_o = place.filled(E::UNWRITTEN, &[1, h, f, d])?;
         let tensors = Tensors {
             q: pass_q.view()?,
-            k: ring_k.view()?.transpose(0, 1).insert_axis(0),
-            v: ring_v.view()?.transpose(0, 1).insert_axis(0),
+            k: view.layer.k.transpose(0, 1).insert_axis(0),
+            v: view.layer.v.transpose(0, 1).insert_axis(0),
             scale: Some(inputs.sm_scale as f32),
             score_mods: &[],
         };
         let into = Into { o: pass_o.view_mut()?, lse: None, max_scores: None };
-        run(&plan, &place.stream(), &mut workspace, tensors, into)?;
+        run(&plan, &stream, &mut workspace, tensors, into)?;
         o.extend(place.take(&pass_o, E::UNWRITTEN)?);
         rig.engine.commit(planned).with_context(said)?;
     }
