@@ -4,11 +4,14 @@ use std::sync::Arc;
 
 use mstar_core::kv::KvPlan;
 use mstar_core::resource::PaddedShape;
-use mstar_kernels::dsa::{KeyFormat, select_workspace_bytes, sparse_workspace_bytes};
+use mstar_kernels::dsa::{
+    DeviceTable, KeyFormat, Table, prepare_select, prepare_sparse, select_workspace_bytes_on,
+    sparse_workspace_bytes_on,
+};
 use mstar_kernels::mla::{Geometry, Variant};
 use mstar_kernels::paged::PageTable;
 use mstar_kernels::plan::{Latents, PlanOptions};
-use mstar_kernels::{Error, paged};
+use mstar_kernels::{Device, Error, Stream, paged};
 
 use crate::{DsaPlan, Result};
 
@@ -61,6 +64,8 @@ pub(crate) struct Room {
     pub(crate) rows: usize,
     pub(crate) tokens: usize,
     pub(crate) pages: usize,
+    /// Keys that a row may see.
+    pub(crate) keys: usize,
 }
 
 impl Room {
@@ -72,12 +77,25 @@ impl Room {
     }
 }
 
+/// The rows on a device. A copy of a plan has nothing there.
+#[derive(Debug, Default)]
+struct OnDevice(Option<DeviceTable>);
+
+impl Clone for OnDevice {
+    fn clone(&self) -> OnDevice {
+        OnDevice(None)
+    }
+}
+
 /// A checked batch: its rows, and the work of those that attend all they see. It owns what it needs: the table may go.
 #[derive(Clone, Debug)]
 pub struct Plan {
     layer: Layer,
     rows: Arc<DsaPlan>,
     dense: mstar_kernels::plan::Plan<Latents>,
+    on: OnDevice,
+    /// Keys that a row may see in a step to come.
+    keys: usize,
 }
 
 impl Plan {
@@ -97,15 +115,17 @@ impl Plan {
         let tokens = options.capacity.map_or(0, |capacity| capacity.tokens);
         let mut rows = DsaPlan::default();
         rows.make_of(table, layer.geometry.page_size, tokens, layer.indexer.index_topk);
-        Plan::of_rows(layer, Arc::new(rows), None, table.num_pages, options)
+        let pages = options.capacity.map_or(0, |capacity| capacity.pages);
+        let keys = pages.saturating_mul(layer.geometry.page_size);
+        Plan::of_rows(layer, Arc::new(rows), None, (table.num_pages, keys), options)
     }
 
     /// The plan of rows that were made already, in the memory of `before`.
     fn of_rows(
         layer: &Layer,
         rows: Arc<DsaPlan>,
-        before: Option<mstar_kernels::plan::Plan<Latents>>,
-        num_pages: usize,
+        before: Option<(mstar_kernels::plan::Plan<Latents>, OnDevice)>,
+        (num_pages, keys): (usize, usize),
         options: &PlanOptions,
     ) -> Result<Plan> {
         let mut options = *options;
@@ -114,14 +134,17 @@ impl Plan {
         }
         let variant = Variant { sm_scale: layer.sm_scale, causal: true };
         let table = rows.dense(num_pages);
-        let dense = match before {
-            Some(mut dense) => {
+        let (dense, on) = match before {
+            Some((mut dense, on)) => {
                 dense.replan(&layer.geometry, &variant, &table, &options)?;
-                dense
+                (dense, on)
             }
-            None => mstar_kernels::plan::Plan::new(&layer.geometry, &variant, &table, &options)?,
+            None => {
+                let dense = mstar_kernels::plan::Plan::new(&layer.geometry, &variant, &table, &options)?;
+                (dense, OnDevice::default())
+            }
         };
-        Ok(Plan { layer: *layer, rows, dense })
+        Ok(Plan { layer: *layer, rows, dense, on, keys })
     }
 
     /// The plan of a cache's own rows, in the memory of `before`.
@@ -133,12 +156,13 @@ impl Plan {
         num_pages: usize,
         options: &PlanOptions,
     ) -> Result<Plan> {
-        let (mut rows, dense) = before.map_or_else(Default::default, |plan| (plan.rows, Some(plan.dense)));
+        let (mut rows, before) =
+            before.map_or_else(Default::default, |plan| (plan.rows, Some((plan.dense, plan.on))));
         // Copied when somebody still looks at the rows before.
         let made = Arc::make_mut(&mut rows);
         made.reserve(room.rows, room.tokens, room.pages);
         made.make(kv, layer.geometry.page_size, layer.indexer.index_topk);
-        Plan::of_rows(layer, rows, dense, num_pages, options)
+        Plan::of_rows(layer, rows, before, (num_pages, room.keys), options)
     }
 
     /// The layer planned for. There is no way to give a run another.
@@ -151,9 +175,69 @@ impl Plan {
         &self.rows
     }
 
-    /// Whether some query sees more than `topk` keys, and so attends a pick.
+    /// Whether some query sees more than `topk` keys, and so attends a pick. On a device a plan with a capacity always does, where
+    /// a step to come may: a captured run selects whatever comes.
     pub fn needs_selection(&self) -> bool {
-        self.rows.needs_selection
+        self.rows.needs_selection || self.is_captured() && self.max_keys() > self.layer.indexer.index_topk
+    }
+
+    /// Whether a run may be captured and go over other rows.
+    pub(crate) fn is_captured(&self) -> bool {
+        let options = self.dense.options();
+        options.device != Device::Cpu && options.capacity.is_some()
+    }
+
+    /// Keys that a row sees, or may see in a step to come.
+    pub(crate) fn max_keys(&self) -> usize {
+        if self.device() == Device::Cpu { self.rows.max_keys() } else { self.keys.max(self.rows.max_keys()) }
+    }
+
+    /// The device that the plan is for.
+    pub fn device(&self) -> Device {
+        self.dense.options().device
+    }
+
+    /// Has the plan where its runs read it: on a device, work list and rows on their way and kernels built; nothing on the CPU.
+    /// Belongs to planning, and never waits for the device.
+    ///
+    /// # Errors
+    /// A stream of another device than was planned for; kernels that cannot be built; memory that cannot be had.
+    pub fn stage(&mut self, stream: &Stream) -> Result<()> {
+        self.dense.stage(stream)?;
+        if self.device() == Device::Cpu || !self.needs_selection() {
+            return Ok(());
+        }
+        let Layer { geometry, indexer, .. } = self.layer;
+        let Indexer { index_n_heads, index_head_dim, format, .. } = indexer;
+        prepare_select(stream, geometry.q_dtype, format, index_n_heads, index_head_dim)?;
+        prepare_sparse(stream, &geometry)?;
+        let keys = self.max_keys();
+        let rows = &self.rows;
+        let on = match self.on.0.take().filter(|on| on.device() == stream.device() && on.max_keys() >= keys) {
+            Some(on) => on,
+            None => {
+                let (tokens, requests) = (rows.row_request.len(), rows.row_keys.len());
+                DeviceTable::with_capacity(stream, tokens, requests, rows.pages.capacity(), keys)?
+            }
+        };
+        self.on.0.insert(on).set(stream, &rows.table())?;
+        Ok(())
+    }
+
+    /// The rows on the stream's device; `None` on the CPU.
+    ///
+    /// # Errors
+    /// A plan that was not staged there.
+    pub(crate) fn table(&self, stream: &Stream) -> Result<Option<&DeviceTable>> {
+        let device = stream.device();
+        match self.on.0.as_ref().filter(|on| on.device() == device) {
+            _ if device == Device::Cpu => Ok(None),
+            Some(on) => Ok(Some(on)),
+            None => {
+                let why = "the plan is not on this device; stage it after planning".into();
+                Err(Error::Parameter { name: "plan", why, got: format!("a run on {device}") }.into())
+            }
+        }
     }
 
     /// `T`: query tokens that a run takes, padding included.
@@ -168,7 +252,7 @@ impl Plan {
             return dense;
         }
         let workers = self.workers();
-        dense.max(sparse_scratch(&self.layer, self.num_tokens(), self.rows.max_keys(), workers))
+        dense.max(sparse_scratch(&self.layer, self.num_tokens(), self.max_keys(), workers, self.device()))
     }
 
     /// Threads that a run may use.
@@ -182,10 +266,16 @@ impl Plan {
 }
 
 /// Scratch of selecting, and of attending picks.
-pub(crate) fn sparse_scratch(layer: &Layer, tokens: usize, keys: usize, workers: usize) -> usize {
-    let Indexer { index_n_heads, index_head_dim, index_topk, .. } = layer.indexer;
-    let select = select_workspace_bytes(tokens, keys, index_n_heads, index_head_dim, index_topk, workers);
-    select.max(sparse_workspace_bytes(&layer.geometry, index_topk, workers))
+pub(crate) fn sparse_scratch(
+    layer: &Layer,
+    tokens: usize,
+    keys: usize,
+    workers: usize,
+    device: Device,
+) -> usize {
+    let Indexer { index_n_heads: heads, index_head_dim: width, index_topk: topk, .. } = layer.indexer;
+    let select = select_workspace_bytes_on(device, tokens, keys, heads, width, topk, workers);
+    select.max(sparse_workspace_bytes_on(device, &layer.geometry, tokens, topk, workers))
 }
 
 /// Latents as one key head: what a page table is checked against.

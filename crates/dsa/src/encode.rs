@@ -29,12 +29,17 @@ pub(crate) fn as_is(dtype: DType, format: IndexFormat) -> bool {
     IndexFormat::of(dtype) == Some(format)
 }
 
-/// Refuses keys that are not `[T, Di]` floats on the CPU; `T` of `None` fits any.
+/// Refuses keys that are not `[T, Di]` floats on a device; `T` of `None` fits any.
 ///
 /// # Errors
 /// The mismatch, with what was expected.
-pub(crate) fn expect_keys(keys: &TensorRef<'_>, tokens: Option<usize>, index_head_dim: usize) -> Result<()> {
-    keys.expect("keys", "[T, Di]", &[tokens, Some(index_head_dim)], None, Device::Cpu)?;
+pub(crate) fn expect_keys(
+    keys: &TensorRef<'_>,
+    tokens: Option<usize>,
+    index_head_dim: usize,
+    device: Device,
+) -> Result<()> {
+    keys.expect("keys", "[T, Di]", &[tokens, Some(index_head_dim)], None, device)?;
     if !keys.dtype().is_float() {
         let expected = "f32, bf16 or f16".into();
         return Err(Error::DTypeMismatch { tensor: "keys", expected, got: keys.dtype() });
@@ -103,7 +108,7 @@ mod tests {
 
     #[test]
     fn keys_that_are_no_floats_or_of_another_width_are_refused() {
-        let said = |keys: TensorRef<'_>| expect_keys(&keys, Some(2), 3).unwrap_err().to_string();
+        let said = |keys: TensorRef<'_>| expect_keys(&keys, Some(2), 3, Device::Cpu).unwrap_err().to_string();
         assert!(said(TensorRef::from_slice(&[0i32; 6], &[2, 3]).unwrap()).contains("f32, bf16 or f16"));
         let said = said(TensorRef::from_slice(&[0f32; 8], &[2, 4]).unwrap());
         assert!(said.contains("keys: expected shape [T, Di] = [2, 3]"), "{said}");

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use mstar_core::RequestId;
 use mstar_core::attend::IndexFormat;
-use mstar_kernels::{Buffer, DType, TensorRef};
+use mstar_kernels::{Buffer, DType, Device, TensorRef};
 
 use crate::encode::{encode, expect_keys, key_format};
 use crate::{Error, Result};
@@ -64,7 +64,7 @@ impl IndexKeyStore {
         keys: TensorRef<'_>,
         start_pos: usize,
     ) -> Result<()> {
-        expect_keys(&keys, None, self.index_head_dim)?;
+        expect_keys(&keys, None, self.index_head_dim, Device::Cpu)?;
         let stored = self.tokens(request, layer);
         if start_pos > stored {
             return Err(Error::Gap { request: request.clone(), layer, start_pos, stored });

@@ -92,9 +92,10 @@ mod rows;
 mod run;
 
 pub use mstar_kernels::dsa::{
-    KeyFormat, ScoresParams, SelectParams, SparseParams, TopkParams, dequantise_key, index_topk,
-    quantise_keys, scores, scores_workspace_bytes, select, select_topk_causal, select_workspace_bytes,
-    sparse_attend, sparse_workspace_bytes, topk,
+    DeviceTable, KeyFormat, ScoresParams, SelectParams, SparseParams, Table, TopkParams, dequantise_key,
+    index_topk, quantise_keys, scores, scores_at, scores_workspace_bytes, select, select_at,
+    select_topk_causal, select_workspace_bytes, select_workspace_bytes_on, sparse_attend, sparse_attend_at,
+    sparse_workspace_bytes, sparse_workspace_bytes_on, topk,
 };
 pub use mstar_kernels::mla::Geometry;
 pub use mstar_kernels::paged::PageTable;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use mstar_core::attend::SparseWork;
 use mstar_core::kv::{KvPlan, KvRow};
 use mstar_core::{Label, RequestId};
+use mstar_kernels::dsa::Table;
 use mstar_kernels::mutant::planted;
 use mstar_kernels::paged::PageTable;
 
@@ -174,6 +175,18 @@ impl DsaPlan {
             self.push(of, pages, page_size, topk);
         }
         self.finish(tokens.max(table.num_tokens()), topk);
+    }
+
+    /// Rows and pages as the kernels take them.
+    pub(crate) fn table(&self) -> Table<'_> {
+        Table {
+            row_request: &self.row_request,
+            positions: &self.positions,
+            kv_indptr: &self.row_page_offset,
+            kv_indices: &self.pages,
+            page_start: &self.row_start,
+            kv_lens: &self.row_keys,
+        }
     }
 
     fn finish(&mut self, tokens: usize, topk: usize) {

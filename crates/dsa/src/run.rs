@@ -1,6 +1,6 @@
 //! The two calls of a layer, on borrowed views: select, and attend.
 
-use mstar_kernels::dsa::{SelectParams, SparseParams, select, sparse_attend};
+use mstar_kernels::dsa::{SelectParams, SparseParams, select, select_at, sparse_attend, sparse_attend_at};
 use mstar_kernels::mla::{self, AttendParams};
 use mstar_kernels::{DType, Error, Stream, TensorMut, TensorRef};
 
@@ -54,25 +54,27 @@ pub fn select_picks(
     let IndexInputs { q, weights, keys } = inputs;
     let (tokens, heads) = (Some(plan.num_tokens()), Some(indexer.index_n_heads));
     q.expect("q", "[T, Hi, Di]", &[tokens, heads, Some(indexer.index_head_dim)], None, stream.device())?;
-    Ok(select(
-        stream,
-        SelectParams {
-            q,
-            weights,
-            keys,
-            format: indexer.format,
-            row_request: &rows.row_request,
-            positions: &rows.positions,
-            kv_indptr: &rows.row_page_offset,
-            kv_indices: &rows.pages,
-            page_start: &rows.row_start,
-            kv_lens: &rows.row_keys,
-            topk: indexer.index_topk,
-            selection: picks,
-            workspace,
-            workers: plan.workers(),
-        },
-    )?)
+    let params = SelectParams {
+        q,
+        weights,
+        keys,
+        format: indexer.format,
+        row_request: &rows.row_request,
+        positions: &rows.positions,
+        kv_indptr: &rows.row_page_offset,
+        kv_indices: &rows.pages,
+        page_start: &rows.row_start,
+        kv_lens: &rows.row_keys,
+        topk: indexer.index_topk,
+        selection: picks,
+        workspace,
+        workers: plan.workers(),
+    };
+    match plan.table(stream)? {
+        Some(on) => select_at(stream, on, params)?,
+        None => select(stream, params)?,
+    }
+    Ok(())
 }
 
 /// Attends one layer: queries with a pick attend that, the others every key that they see. `picks` may be `None` for a plan
@@ -91,7 +93,7 @@ pub fn attend(
 ) -> Result<()> {
     let (rows, workers) = (plan.rows(), plan.workers());
     let Inputs { q_nope, q_pe, latent } = inputs;
-    let picks = match (rows.needs_selection, picks) {
+    let picks = match (plan.needs_selection(), picks) {
         (false, _) => None,
         (true, Some(picks)) => Some(picks),
         (true, None) => {
@@ -108,7 +110,7 @@ pub fn attend(
         sparse(plan, inputs, selection, Outputs { o, lse }, workspace.reborrow()).check(stream)?;
     }
     // Where every query has a pick, dense attention would have only zeros to write.
-    if picks.is_none() || !rows.all_selected() {
+    if picks.is_none() || plan.is_captured() || !rows.all_selected() {
         let params = AttendParams {
             work: plan.dense().work(),
             q_nope,
@@ -122,7 +124,12 @@ pub fn attend(
         mla::attend(stream, params)?;
     }
     let Some(selection) = picks else { return Ok(()) };
-    Ok(sparse_attend(stream, sparse(plan, inputs, selection, outputs, workspace))?)
+    let params = sparse(plan, inputs, selection, outputs, workspace);
+    match plan.table(stream)? {
+        Some(on) => sparse_attend_at(stream, on, params)?,
+        None => sparse_attend(stream, params)?,
+    }
+    Ok(())
 }
 
 /// What the kernel of picks takes.

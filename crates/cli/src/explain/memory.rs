@@ -72,7 +72,7 @@ impl Estimate {
                 // Who cannot serve it allocates nothing; `explain` says why.
                 let (Some(factory), Ok(_)) = (&served.factory, &served.support) else { continue };
                 let largest = padded(spec, largest);
-                let each = factory.bytes(&served.geometry, &served.index, largest)?;
+                let each = factory.bytes(device, &served.geometry, &served.index, largest)?;
                 let what = format!("{}: picks and workspaces", served.name);
                 workspaces(&mut lines, spec, what, each, false, largest);
                 if served.index.store == IndexStore::Buffers {

@@ -10,7 +10,7 @@ pub(super) struct Place {
 
 /// A contiguous tensor on a [`Place`].
 #[cfg_attr(
-    not(any(feature = "paged", feature = "mla", feature = "dense", feature = "flex")),
+    not(any(feature = "paged", feature = "mla", feature = "dense", feature = "flex", feature = "dsa")),
     allow(dead_code)
 )]
 pub(super) struct Held<E> {
@@ -20,7 +20,7 @@ pub(super) struct Held<E> {
 }
 
 #[cfg_attr(
-    not(any(feature = "paged", feature = "mla", feature = "dense", feature = "flex")),
+    not(any(feature = "paged", feature = "mla", feature = "dense", feature = "flex", feature = "dsa")),
     allow(dead_code)
 )]
 impl Place {
@@ -59,7 +59,7 @@ impl Place {
 }
 
 #[cfg_attr(
-    not(any(feature = "paged", feature = "mla", feature = "dense", feature = "flex")),
+    not(any(feature = "paged", feature = "mla", feature = "dense", feature = "flex", feature = "dsa")),
     allow(dead_code)
 )]
 impl<E: Element> Held<E> {

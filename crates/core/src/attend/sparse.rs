@@ -353,11 +353,17 @@ pub trait SparseFactory: Send + Sync {
         index: &IndexGeometry,
     ) -> Result<Rank, Reason>;
 
-    /// Bytes of what the resource allocates for each plan label and slot, for steps of up to `largest`.
+    /// Bytes of what the resource allocates on `device` for each plan label and slot, for steps of up to `largest`.
     ///
     /// # Errors
     /// A geometry that it does not serve.
-    fn bytes(&self, geometry: &AttnGeometry, index: &IndexGeometry, largest: StepShape) -> Result<usize>;
+    fn bytes(
+        &self,
+        device: Device,
+        geometry: &AttnGeometry,
+        index: &IndexGeometry,
+        largest: StepShape,
+    ) -> Result<usize>;
 
     /// The resource.
     ///

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use mstar_core::attend::{
-    AttnGeometry, BuildContext, IndexGeometry, Rank, Reason, SparseAttention, SparseFactory, StepShape,
+    AttnGeometry, BuildContext, IndexGeometry, IndexStore, Rank, Reason, SparseAttention, SparseFactory,
+    StepShape,
 };
 use mstar_core::kv::KvLayout;
 use mstar_core::{Error, Result};
@@ -37,12 +38,18 @@ impl SparseFactory for DsaFactory {
         supports(device, geometry, index)
     }
 
-    fn bytes(&self, attn: &AttnGeometry, index: &IndexGeometry, largest: StepShape) -> Result<usize> {
+    fn bytes(
+        &self,
+        device: Device,
+        attn: &AttnGeometry,
+        index: &IndexGeometry,
+        largest: StepShape,
+    ) -> Result<usize> {
         let refused = |reason: Reason| {
             let (name, got) = ("layout", format!("{:?}", attn.layout));
             Error::from(mstar_kernels::Error::Parameter { name, why: reason.0, got })
         };
-        Ok(Sizes::foreseen(&layer(attn, index).map_err(refused)?, index, largest)?.total())
+        Ok(Sizes::foreseen(&layer(attn, index).map_err(refused)?, index, largest, device)?.total())
     }
 
     fn build(&self, cx: &BuildContext, index: &IndexGeometry) -> Result<Arc<dyn SparseAttention>> {
@@ -75,8 +82,11 @@ pub(super) fn layer(attn: &AttnGeometry, index: &IndexGeometry) -> Result<Layer,
 
 /// How well sparse attention serves a geometry.
 pub(crate) fn supports(device: Device, attn: &AttnGeometry, index: &IndexGeometry) -> Result<Rank, Reason> {
-    if device != Device::Cpu {
-        return Err(format!("has no kernels for {device} yet; say device: cpu").into());
+    if device != Device::Cpu && !cfg!(feature = "cuda") {
+        return Err(format!("was built without kernels for {device}; build with the feature cuda").into());
+    }
+    if device != Device::Cpu && index.store == IndexStore::Buffers {
+        return Err("keeps index keys in buffers on the CPU alone; on a device say index_store: pages".into());
     }
     let geometry = geometry(attn)?;
     geometry.check().map_err(|error| Reason(error.to_string()))?;

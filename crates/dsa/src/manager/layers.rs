@@ -4,9 +4,9 @@ use mstar_core::attend::{IndexGeometry, Selection, SparseAttention, SparseWork, 
 use mstar_core::kv::{LayerView, PagedKv};
 use mstar_core::{AttnOut, Error, Forward, PlanId, Query, Result};
 use mstar_kernels::cpu::Isa;
-use mstar_kernels::dsa::{SelectParams, select};
+use mstar_kernels::dsa::{SelectParams, select, store_keys_at};
 use mstar_kernels::mutant::planted;
-use mstar_kernels::{DType, TensorMut, TensorRef};
+use mstar_kernels::{DType, Device, TensorMut, TensorRef};
 
 use super::DsaManager;
 use super::memory::Memory;
@@ -147,7 +147,8 @@ impl SparseAttention for DsaManager {
         let layer = self.full_layer(forward, "store_keys")?;
         let stored = self.stored(forward.plan_id())?;
         let (tokens, format) = (stored.plan.num_tokens(), self.index.format);
-        self.said(expect_keys(&keys, Some(tokens), self.index.index_head_dim))?;
+        let device = forward.stream().device();
+        self.said(expect_keys(&keys, Some(tokens), self.index.index_head_dim, device))?;
         let kept = as_is(keys.dtype(), format);
         if !kept && keys.dtype() != self.layer.geometry.q_dtype {
             let expected = format!("{} or {format}", self.layer.geometry.q_dtype);
@@ -167,7 +168,12 @@ impl SparseAttention for DsaManager {
                 self.kv.write_plane(id, &self.plane, layer, keys, stream)?;
             } else {
                 let mut staging = memory.staging(tokens, &self.index)?;
-                self.said(encode(keys, format, staging.reborrow()))?;
+                if device == Device::Cpu {
+                    self.said(encode(keys, format, staging.reborrow()))?;
+                } else {
+                    let format = self.layer.indexer.format;
+                    self.said(store_keys_at(stream, keys, format, staging.reborrow()))?;
+                }
                 self.kv.write_plane(id, &self.plane, layer, staging.as_ref(), stream)?;
             }
         }
@@ -271,20 +277,18 @@ impl SparseAttention for DsaManager {
         let stored = self.stored(selection.plan())?;
         let (tokens, topk) = (stored.plan.num_tokens(), self.index.index_topk);
         let shape = [Some(tokens), Some(topk)];
-        let device = mstar_kernels::Device::Cpu;
-        self.said(out.expect("out", "[T, K]", &shape, Some(DType::I32), device))?;
+        self.said(out.expect("out", "[T, K]", &shape, Some(DType::I32), Device::Cpu))?;
         let memory = stored.lock("copy_selection")?;
         if stored.plan.needs_selection() {
             self.holds(&memory, selection, "copy_selection")?;
         }
         for token in 0..tokens {
             let mut to = out.reborrow().select(0, token)?;
-            let to = to.as_mut_slice::<i32>().expect("rows were found contiguous");
             if stored.plan.needs_selection() {
                 let from = memory.picks(tokens, topk)?.select(0, token)?;
-                to.copy_from_slice(from.as_slice::<i32>().expect("contiguous i32 on the CPU"));
+                self.said(mstar_kernels::copy(&self.stream, from, to))?;
             } else {
-                to.fill(-1);
+                to.as_mut_slice::<i32>().expect("rows were found contiguous").fill(-1);
             }
         }
         Ok(())
@@ -304,8 +308,9 @@ impl SparseAttention for DsaManager {
         let selected = rows.row_request.iter().filter(|&&row| row >= 0).count();
         let queries: usize = rows.spans.iter().map(|span| span.q_len).sum();
         Some(format!(
-            "cpu dsa, {}: {selected} queries over a pick of {}, {} over all keys; index keys {} in {}",
-            Isa::current().name(),
+            "{} dsa, {}: {selected} queries over a pick of {}, {} over all keys; index keys {} in {}",
+            if self.stream.device() == Device::Cpu { "cpu" } else { "cuda" },
+            if self.stream.device() == Device::Cpu { Isa::current().name() } else { "mma" },
             self.index.index_topk,
             queries - selected,
             self.index.format,

@@ -6,7 +6,7 @@ use mstar_core::attend::{IndexFormat, IndexGeometry, StepShape};
 use mstar_kernels::mla::{Geometry, Variant};
 use mstar_kernels::paged::PageTable;
 use mstar_kernels::plan::{Latents, PlanOptions};
-use mstar_kernels::{Buffer, DType, Result, TensorMut, TensorRef};
+use mstar_kernels::{Buffer, DType, Device, Result, TensorMut, TensorRef};
 
 use crate::batch::sparse_scratch;
 use crate::{Layer, Plan};
@@ -39,8 +39,8 @@ impl Sizes {
 
     /// What a plan needs, in a bucket of `tokens`.
     pub(crate) fn of_plan(plan: &Plan, tokens: usize, index: &IndexGeometry) -> Sizes {
-        let (tokens, keys) = (tokens.max(plan.num_tokens()), plan.rows().max_keys());
-        let mut sizes = Sizes::of(tokens, keys, plan.layer(), index, plan.workers());
+        let (tokens, keys) = (tokens.max(plan.num_tokens()), plan.max_keys());
+        let mut sizes = Sizes::of(tokens, keys, plan.layer(), index, (plan.workers(), plan.device()));
         if !plan.needs_selection() {
             sizes = Sizes { selection: 0, workspace: 0, ..sizes };
         }
@@ -50,25 +50,36 @@ impl Sizes {
 
     /// What steps of up to `largest` need on `workers` threads. Rows attend densely up to `K` keys, so that is as far as the
     /// scratch of that reaches.
-    pub(crate) fn foreseen(layer: &Layer, index: &IndexGeometry, largest: StepShape) -> Result<Sizes> {
+    pub(crate) fn foreseen(
+        layer: &Layer,
+        index: &IndexGeometry,
+        largest: StepShape,
+        device: Device,
+    ) -> Result<Sizes> {
         let workers = rayon::current_num_threads();
-        let mut sizes = Sizes::of(largest.tokens, largest.kv_len, layer, index, workers);
+        let mut sizes = Sizes::of(largest.tokens, largest.kv_len, layer, index, (workers, device));
         if largest.kv_len <= index.index_topk {
             sizes = Sizes { selection: 0, workspace: 0, ..sizes };
         }
         let longest = StepShape { kv_len: largest.kv_len.min(index.index_topk), ..largest };
-        sizes.workspace = sizes.workspace.max(dense_bound(&layer.geometry, longest, workers)?);
+        sizes.workspace = sizes.workspace.max(dense_bound(&layer.geometry, longest, workers, device)?);
         Ok(sizes)
     }
 
-    fn of(tokens: usize, keys: usize, layer: &Layer, index: &IndexGeometry, workers: usize) -> Sizes {
+    fn of(
+        tokens: usize,
+        keys: usize,
+        layer: &Layer,
+        index: &IndexGeometry,
+        (workers, device): (usize, Device),
+    ) -> Sizes {
         let (format, topk) = (index.format, index.index_topk);
         let converted = IndexFormat::of(layer.geometry.q_dtype) != Some(format);
         let key = format.width(index.index_head_dim).saturating_mul(format.dtype().size());
         Sizes {
             selection: tokens.saturating_mul(topk).saturating_mul(size_of::<i32>()),
             staging: if converted { tokens.saturating_mul(key) } else { 0 },
-            workspace: sparse_scratch(layer, tokens, keys, workers),
+            workspace: sparse_scratch(layer, tokens, keys, workers, device),
         }
     }
 }
@@ -88,11 +99,11 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    pub(crate) fn new(sizes: Sizes) -> Result<Memory> {
+    pub(crate) fn new(device: Device, sizes: Sizes) -> Result<Memory> {
         Ok(Memory {
-            selection: Buffer::zeroed(sizes.selection)?,
-            staging: Buffer::zeroed(sizes.staging)?,
-            workspace: Buffer::zeroed(sizes.workspace)?,
+            selection: Buffer::zeroed_on(device, sizes.selection)?,
+            staging: Buffer::zeroed_on(device, sizes.staging)?,
+            workspace: Buffer::zeroed_on(device, sizes.workspace)?,
             stored: None,
             selected: None,
             turns: 0,
@@ -119,7 +130,7 @@ impl Memory {
         ];
         for (buffer, needed) in parts {
             if buffer.len() < needed {
-                *buffer = Buffer::zeroed(needed)?;
+                *buffer = Buffer::zeroed_on(buffer.device(), needed)?;
             }
         }
         Ok(())
@@ -167,10 +178,10 @@ impl Memory {
 }
 
 /// Scratch of attention to every visible key, for the steps up to `largest` that need most.
-fn dense_bound(geometry: &Geometry, largest: StepShape, workers: usize) -> Result<usize> {
+fn dense_bound(geometry: &Geometry, largest: StepShape, workers: usize, device: Device) -> Result<usize> {
     // Scratch depends on lengths and not on pages: each row gets one page.
     let geometry = Geometry { page_size: largest.kv_len.max(1), ..*geometry };
-    let options = PlanOptions { workers, ..PlanOptions::default() };
+    let options = PlanOptions { workers, device, ..PlanOptions::default() };
     workspace_bound(largest, |rows| {
         let table = PageTable {
             qo_indptr: rows.qo_indptr,
@@ -193,7 +204,7 @@ mod tests {
     #[test]
     fn memory_that_is_large_enough_stays_where_it_is_and_forgets_what_it_held() {
         let large = Sizes { selection: 400, staging: 64, workspace: 128 };
-        let mut memory = Memory::new(large).unwrap();
+        let mut memory = Memory::new(Device::Cpu, large).unwrap();
         let addresses = |memory: &mut Memory| {
             let (picks, workspace) = memory.picks_and_workspace(10, 10).unwrap();
             (picks.as_ptr().addr(), workspace.as_ref().as_ptr().addr())
@@ -232,7 +243,7 @@ mod tests {
         let indexer = crate::Indexer { index_n_heads: 64, index_head_dim: 128, index_topk: 2048, format };
         let layer = Layer { geometry, sm_scale: 1.0, indexer };
         let of = |rows, tokens, kv_len| {
-            Sizes::foreseen(&layer, &index, StepShape { rows, tokens, kv_len }).unwrap()
+            Sizes::foreseen(&layer, &index, StepShape { rows, tokens, kv_len }, Device::Cpu).unwrap()
         };
         let short = of(64, 64, 2048);
         assert_eq!((short.selection, short.staging), (0, 0));

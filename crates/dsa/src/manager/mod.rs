@@ -30,6 +30,7 @@ use mstar_core::kv::PagedKv;
 use mstar_core::resource::{Fingerprint, Ingest, Outcome, PaddedShape, Promotion, StepContext};
 use mstar_core::step::{AttentionStep, Declaration};
 use mstar_core::{Error, Label, PlanId, RequestId, Resource, ResourceName, Result, Step, StepSerial};
+use mstar_kernels::Stream;
 use mstar_kernels::plan::{Capacity, PlanOptions};
 
 pub use factory::DsaFactory;
@@ -43,6 +44,8 @@ use crate::{DsaPlan, IndexKeyStore, Layer, Plan};
 /// DeepSeek sparse attention over one latent cache.
 pub struct DsaManager {
     name: ResourceName,
+    /// Where plans are staged.
+    stream: Stream,
     kv: Arc<dyn PagedKv>,
     layer: Layer,
     index: IndexGeometry,
@@ -97,11 +100,12 @@ impl DsaManager {
         let layer = factory::layer(&cx.geometry, index)
             .map_err(|reason| cx.refuse("layout", &reason.0, &cx.geometry.layout))?;
         let foreseen = match cx.largest {
-            Some(largest) => Sizes::foreseen(&layer, index, largest).map_err(said)?,
+            Some(largest) => Sizes::foreseen(&layer, index, largest, cx.device()).map_err(said)?,
             None => Sizes::default(),
         };
         Ok(DsaManager {
             name: cx.name.clone(),
+            stream: cx.stream,
             kv,
             layer,
             index: index.clone(),
@@ -162,6 +166,7 @@ impl DsaManager {
         if let Some(StepShape { rows, tokens, kv_len }) = self.largest {
             let pages = rows.saturating_mul(config.pages_for(kv_len).saturating_add(1));
             room.add(PaddedShape { rows, tokens }, pages);
+            room.keys = kv_len;
         }
         for shape in [self.places.captured(), bucket].into_iter().flatten() {
             room.add(shape, captured_page_capacity(shape, config));
@@ -171,7 +176,10 @@ impl DsaManager {
             tokens,
             pages: captured_page_capacity(PaddedShape { rows, tokens }, config),
         });
-        let options = PlanOptions { capacity, ..PlanOptions::default() };
+        if let (0, Some(capacity)) = (room.keys, &capacity) {
+            room.keys = capacity.pages.saturating_mul(config.page_size);
+        }
+        let options = PlanOptions { capacity, device: self.stream.device(), ..PlanOptions::default() };
         if self.in_buffers() {
             self.grow_buffers(&kv)?;
         }
@@ -182,7 +190,8 @@ impl DsaManager {
                 None => (None, None),
             };
             let num_pages = config.max_num_pages;
-            let plan = self.said(Plan::of_cache(&self.layer, &kv, before, room, num_pages, &options))?;
+            let mut plan = self.said(Plan::of_cache(&self.layer, &kv, before, room, num_pages, &options))?;
+            self.said(plan.stage(&self.stream))?;
             let sizes = Sizes::of_plan(&plan, room.tokens, &self.index).max(self.foreseen);
             let memory = match memory {
                 Some(memory) => {
@@ -191,7 +200,7 @@ impl DsaManager {
                     drop(held);
                     memory
                 }
-                None => Arc::new(Mutex::new(self.said(Memory::new(sizes))?)),
+                None => Arc::new(Mutex::new(self.said(Memory::new(self.stream.device(), sizes))?)),
             };
             let (rows, geometry) = (plan.rows(), &self.layer.geometry);
             let selecting = work::of_selecting(rows, geometry, &self.index);

@@ -310,7 +310,7 @@ fn the_factory_says_how_well_it_serves_and_how_much_it_takes() {
     ] {
         let largest = StepShape { rows: 4, tokens: 24, kv_len };
         let setup = Setup { largest: Some(largest), store, format, ..Setup::default() };
-        let said = DsaFactory.bytes(&cx.geometry, &setup.index(), largest).unwrap();
+        let said = DsaFactory.bytes(cx.device(), &cx.geometry, &setup.index(), largest).unwrap();
         let rig = Rig::new(Setup { store: IndexStore::Pages, ..setup });
         rig.ingest(&["a", "b"]);
         rig.step(&[("a", kv_len.min(20)), ("b", 4)], None);

@@ -15,7 +15,7 @@ pub struct DeviceTable {
     staged: Staged,
     rows: usize,
     requests: usize,
-    /// Most keys that a row may see.
+    /// Most keys that a row is foreseen to see.
     keys: usize,
     /// Most keys that a row sees.
     seen: usize,
@@ -88,7 +88,6 @@ impl DeviceTable {
             }
         })?;
         (self.rows, self.requests, self.seen) = (rows, requests, seen);
-        self.keys = self.keys.max(seen);
         Ok(())
     }
 
@@ -107,9 +106,10 @@ impl DeviceTable {
         self.requests
     }
 
-    /// Most keys that a row may see without the table growing: scratch for scores is cut by it.
+    /// Most keys that a row may see, or sees where that is more: scratch for scores is cut by it. A captured call has room for
+    /// as many as it was when it was captured.
     pub fn max_keys(&self) -> usize {
-        self.keys
+        self.keys.max(self.seen)
     }
 
     /// Refuses a table that is not there, or not that of a call over `table`.

@@ -172,20 +172,54 @@ fn check_quantise(keys: &TensorRef<'_>, out: &TensorMut<'_>, device: Device) -> 
     Ok(())
 }
 
-/// As [`quantise_keys`], in stream order on the stream's device: the same bytes.
+/// Stores keys `[T, Di]` (f32, bf16 or f16; any outer stride) in a format, `[T, W]`, in stream order on the stream's device: of
+/// another float type rounded to the nearest, ties to even, where a NaN stays one; as fp8 the bytes of [`quantise_keys`].
 ///
 /// # Errors
 /// As [`quantise_keys`]; a device without a kernel.
-pub fn quantise_keys_at(stream: &Stream, keys: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
-    let device = crate::device::supported("quantising index keys", stream)?;
+pub fn store_keys_at(
+    stream: &Stream,
+    keys: TensorRef<'_>,
+    format: KeyFormat,
+    mut out: TensorMut<'_>,
+) -> Result<()> {
+    let device = crate::device::supported("storing index keys", stream)?;
+    if format == KeyFormat::Fp8 {
+        check_quantise(&keys, &out, device)?;
+    } else {
+        keys.expect("keys", "[T, Di]", &[None, None], None, device)?;
+        let shape = [Some(keys.shape()[0]), Some(keys.shape()[1])];
+        out.expect("out", "[T, W]", &shape, Some(format.dtype()), device)?;
+        apart("out", &out)?;
+        if !keys.dtype().is_float() {
+            let expected = "f32, bf16 or f16".into();
+            return Err(Error::DTypeMismatch { tensor: "keys", expected, got: keys.dtype() });
+        }
+    }
     #[cfg(feature = "cuda")]
     if device != Device::Cpu {
-        check_quantise(&keys, &out, device)?;
-        let mut out = out;
-        return crate::cuda::exec::quantise(stream, keys, &mut out);
+        return crate::cuda::exec::store_keys(stream, keys, format, &mut out);
     }
-    let _ = device;
-    quantise_keys(keys, out)
+    if format == KeyFormat::Fp8 {
+        return quantise_keys(keys, out);
+    }
+    let (from_stride, to_stride) = (keys.strides()[0] * keys.dtype().size(), out.strides()[0]);
+    let (from, to) = (keys.as_ptr(), out.as_mut_ptr());
+    for token in 0..keys.shape()[0] {
+        for lane in 0..keys.shape()[1] {
+            let at = token * to_stride + lane;
+            // SAFETY: `expect` found both `[T, Di]` with contiguous lanes, and `&mut` makes `out` ours.
+            unsafe {
+                let x = float(keys.dtype(), from.wrapping_add(token * from_stride), lane);
+                match format {
+                    KeyFormat::Bf16 => to.cast::<bf16>().wrapping_add(at).write(bf16::from_f32(x)),
+                    KeyFormat::F16 => to.cast::<f16>().wrapping_add(at).write(f16::from_f32(x)),
+                    _ => to.cast::<f32>().wrapping_add(at).write(x),
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

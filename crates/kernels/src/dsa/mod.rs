@@ -15,7 +15,7 @@
 //! | [`topk`], [`select_topk_causal`] | the pick of given scores: in linear time, and by a plain stable sort |
 //! | [`select`], [`index_topk`] | both at once: keys in pages, or one request's keys in one tensor |
 //! | [`sparse_attend`] | attention over the pick |
-//! | [`DeviceTable`], [`select_at`], [`scores_at`], [`sparse_attend_at`], [`quantise_keys_at`] | the same where a stream is |
+//! | [`DeviceTable`], [`select_at`], [`scores_at`], [`sparse_attend_at`], [`store_keys_at`] | the same where a stream is |
 //!
 //! # What is picked
 //!
@@ -43,7 +43,7 @@ pub use attend::{
 };
 pub use device::DeviceTable;
 pub(crate) use keys::float;
-pub use keys::{KeyFormat, dequantise_key, e4m3_to_f32, f32_to_e4m3, quantise_keys, quantise_keys_at};
+pub use keys::{KeyFormat, dequantise_key, e4m3_to_f32, f32_to_e4m3, quantise_keys, store_keys_at};
 pub use scores::{ScoresParams, scores, scores_at, scores_workspace_bytes};
 pub use select::{
     SelectParams, index_topk, prepare_select, select, select_at, select_workspace_bytes,

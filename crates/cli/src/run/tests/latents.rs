@@ -110,7 +110,7 @@ impl SparseFactory for Factory {
     fn supports(&self, _: Device, _: &AttnGeometry, _: &IndexGeometry) -> std::result::Result<Rank, Reason> {
         Ok(Rank::REFERENCE)
     }
-    fn bytes(&self, _: &AttnGeometry, _: &IndexGeometry, _: StepShape) -> Result<usize> {
+    fn bytes(&self, _: Device, _: &AttnGeometry, _: &IndexGeometry, _: StepShape) -> Result<usize> {
         Ok(0)
     }
     fn build(&self, cx: &BuildContext, index: &IndexGeometry) -> Result<Arc<dyn SparseAttention>> {

@@ -1,6 +1,7 @@
-// Index keys stored as e4m3 with a scale a key, [Di e4m3 | f32]: the bits of dsa/keys.rs: quantise_keys. A warp has a token.
+// Index keys stored in another type: rounded, or as e4m3 with a scale a key, [Di e4m3 | f32], to the bits of dsa/keys.rs. A warp
+// has a token.
 //
-// Defines: KEY_TYPE (0 f32, 1 bf16, 2 f16), the type that keys come in.
+// Defines: KEY_TYPE (0 f32, 1 bf16, 2 f16), the type that keys come in; of `convert`, TO_TYPE, that in which they are kept.
 
 #include "ptx.cuh"
 
@@ -15,11 +16,28 @@ typedef F16 Key;
 struct Quantise {
     const u8* keys;  // [T, Di]
     u8* to;          // [T, Di + 4]
-    i64 from_stride, to_stride;  // elements; bytes
+    i64 from_stride, to_stride;  // elements; elements of what they become
     u32 tokens, width;
 };
 static_assert(sizeof(Quantise) == 40, "as in exec/select.rs");
 
+#ifdef TO_TYPE
+#if TO_TYPE == 0
+typedef float Kept;
+#elif TO_TYPE == 1
+typedef Bf16 Kept;
+#else
+typedef F16 Kept;
+#endif
+
+MSTAR_KERNEL(convert, Quantise, 128, 4) {
+    for (u64 token = u64(block_x()) * 4 + warp(); token < p.tokens; token += u64(grid_x()) * 4) {
+        const Key* key = reinterpret_cast<const Key*>(p.keys) + i64(token) * p.from_stride;
+        Kept* to = reinterpret_cast<Kept*>(p.to) + i64(token) * p.to_stride;
+        for (u32 d = lane(); d < p.width; d += 32) to[d] = from_float<Kept>(to_float(key[d]));
+    }
+}
+#else
 // The nearest e4m3 number, ties to even, saturating.
 DEVICE u32 nearest(float x) {
     u32 bits = float_bits(x), magnitude = bits & 0x7fffffffu, sign = bits >> 24 & 0x80;
@@ -61,3 +79,4 @@ MSTAR_KERNEL(quantise, Quantise, 128, 4) {
         if (lane() < 4) to[p.width + lane()] = u8(float_bits(scale) >> (8 * lane()));
     }
 }
+#endif

@@ -62,7 +62,7 @@ MSTAR_KERNEL(scores, Scores, THREADS, MIN_BLOCKS) {
     u32 loaded = ~0u;
     for (u32 unit = block_x(); unit < rows * chunks; unit += grid_x()) {
         const u32 row = p.row_begin + unit / chunks, from = unit % chunks * p.chunk;
-        const u32 seen = seen_of(table, row);
+        const u32 seen = u32(least(i64(seen_of(table, row)), p.to_stride));
         float* out = p.to + i64(row - p.to_row) * p.to_stride;
         for (u32 key = most(from, seen) + thread_x(); key < least(from + p.chunk, p.to_width); key += THREADS)
             out[key] = -infinity();
@@ -172,7 +172,7 @@ MSTAR_KERNEL(scores_plain, Scores, 128, 4) {
     const u32 rows = end_row > p.row_begin ? end_row - p.row_begin : 0;
     for (u32 unit = block_x(); unit < rows * chunks; unit += grid_x()) {
         const u32 row = p.row_begin + unit / chunks, key = unit % chunks * 128 + thread_x();
-        const u32 seen = seen_of(table, row);
+        const u32 seen = u32(least(i64(seen_of(table, row)), p.to_stride));
         float* out = p.to + i64(row - p.to_row) * p.to_stride;
         if (key >= seen) {
             if (key < p.to_width) out[key] = -infinity();

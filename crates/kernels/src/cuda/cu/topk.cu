@@ -69,7 +69,7 @@ MSTAR_KERNEL(topk, Topk, THREADS, 1) {
     u32* found = sums + WARPS;
     const u32 end_row = least(p.row_end, p.table->rows);
     for (u32 row = p.row_begin + block_x(); row < end_row; row += grid_x()) {
-        const u32 seen = seen_of(p.table, row);
+        const u32 seen = u32(least(i64(seen_of(p.table, row)), p.score_stride));
         const float* scores = p.scores + i64(row - p.row_begin) * p.score_stride;
         i32* to = p.to + i64(row) * p.to_stride;
         // All above `cut` are picked, and the first `ties` that equal it.

@@ -35,7 +35,7 @@ pub(crate) use list::stage;
 pub(crate) use list::stage_blocks;
 pub(crate) use list::{Numbers, StagedList, attend};
 #[cfg(feature = "dsa")]
-pub(crate) use select::{prepare as prepare_select, quantise, scores, select, select_bytes};
+pub(crate) use select::{prepare as prepare_select, scores, select, select_bytes, store_keys};
 #[cfg(feature = "dsa")]
 pub(crate) use sparse::{Picks, attend as sparse_attend, bytes as sparse_bytes, prepare as prepare_sparse};
 

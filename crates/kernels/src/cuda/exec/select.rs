@@ -119,7 +119,8 @@ pub(crate) fn prepare(device: Device, q: DType, format: KeyFormat, heads: usize,
     let room = Context::of(device)?.shared_per_block_optin();
     let aligned = format.bytes(width).is_multiple_of(16);
     let scores = choose(q, format, heads, width, aligned, room).key;
-    jit::prepare(device, &[scores, Key::new(Unit::TOPK, "topk")])
+    // Keys come in the queries' type.
+    jit::prepare(device, &[scores, Key::new(Unit::TOPK, "topk"), storing(q, format)])
 }
 
 /// Puts the scores of rows `rows` into the stream, to `to`, where row `rows.start` comes first; with `fill`, so many a row,
@@ -241,14 +242,28 @@ pub(crate) fn select(
     Ok(())
 }
 
-/// Stores keys `[T, Di]` as `[T, Di + 4]` fp8. Both were checked.
+/// Which kernel stores keys of a type in a format.
+fn storing(from: DType, format: KeyFormat) -> Key {
+    match format {
+        KeyFormat::Fp8 => Key::new(Unit::QUANTISE, "quantise").with("KEY_TYPE", number(from)),
+        _ => Key::new(Unit::QUANTISE, "convert")
+            .with("KEY_TYPE", number(from))
+            .with("TO_TYPE", number(format.dtype())),
+    }
+}
+
+/// Stores keys `[T, Di]` as `[T, W]` of a format. Both were checked.
 ///
 /// # Errors
 /// A kernel that cannot be built or launched.
-pub(crate) fn quantise(stream: &Stream, keys: TensorRef<'_>, out: &mut TensorMut<'_>) -> Result<()> {
+pub(crate) fn store_keys(
+    stream: &Stream,
+    keys: TensorRef<'_>,
+    format: KeyFormat,
+    out: &mut TensorMut<'_>,
+) -> Result<()> {
     let (tokens, width) = (keys.shape()[0], keys.shape()[1]);
-    let key = Key::new(Unit::QUANTISE, "quantise").with("KEY_TYPE", number(keys.dtype()));
-    let function = jit::function(stream.device(), &key)?;
+    let function = jit::function(stream.device(), &storing(keys.dtype(), format))?;
     let params = Quantise {
         keys: keys.as_ptr() as u64,
         to: out.as_mut_ptr() as u64,

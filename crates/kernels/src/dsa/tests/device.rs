@@ -6,7 +6,7 @@ use super::fixture::{Batch, FLOATS, FORMATS, Random, stored};
 use crate::cuda::{OwnedStream, emulate};
 use crate::dsa::{
     self, DeviceTable, KeyFormat, ScoresParams, SelectParams, SparseParams, Table, quantise_keys,
-    quantise_keys_at,
+    store_keys_at,
 };
 use crate::mla::Geometry;
 use crate::{Buffer, DType, Device, Element, Stream, TensorMut, TensorRef};
@@ -117,7 +117,11 @@ fn whole_numbers_are_picked_as_on_the_cpu_ties_and_all() {
             let (wanted, n) = batch.scores();
             for (row, wanted) in wanted.chunks(n).enumerate() {
                 let got = &scores[row * (n + 1)..][..n + 1];
-                assert_eq!((&got[..n], got[n]), (wanted, f32::NEG_INFINITY), "{format:?} {q_dtype} row {row}");
+                assert_eq!(
+                    (&got[..n], got[n]),
+                    (wanted, f32::NEG_INFINITY),
+                    "{format:?} {q_dtype} row {row}"
+                );
             }
         }
     }
@@ -158,9 +162,8 @@ fn keys_are_quantised_to_the_bits_of_the_cpu() {
     let own = card();
     let mut random = Random(5);
     let (t, d) = (40, 36);
-    let mut numbers: Vec<f32> = (0..t * d)
-        .map(|i| random.number() * 10f32.powi((i / d) as i32 % 12 - 6))
-        .collect();
+    let mut numbers: Vec<f32> =
+        (0..t * d).map(|i| random.number() * 10f32.powi((i / d) as i32 % 12 - 6)).collect();
     numbers[..d].fill(0.0);
     (numbers[d], numbers[2 * d + 1], numbers[3 * d]) = (f32::NAN, f32::INFINITY, -f32::NAN);
     numbers[4 * d..][..d].fill(1e-42);
@@ -173,8 +176,22 @@ fn keys_are_quantised_to_the_bits_of_the_cpu() {
         let on = put(&own.stream(), keys);
         let mut out = Buffer::zeroed_on(CARD, wanted.len()).unwrap();
         let to = out.tensor_mut(0, DType::U8, &[t, d + 4]).unwrap();
-        quantise_keys_at(&own.stream(), on.tensor(0, dtype, &[t, d]).unwrap(), to).unwrap();
+        let on = on.tensor(0, dtype, &[t, d]).unwrap();
+        store_keys_at(&own.stream(), on, KeyFormat::Fp8, to).unwrap();
         assert_eq!(take(&own.stream(), &out, wanted.len(), 0u8), wanted, "{dtype}");
+        // Rounded to another float, where numbers show what a NaN's bits may not.
+        let mut rounded = vec![0f32; t * d];
+        let (mut narrow, mut wide) =
+            (stored(DType::F16, &rounded), Buffer::zeroed_on(CARD, 2 * t * d).unwrap());
+        let to = narrow.tensor_mut(0, DType::F16, &[t, d]).unwrap();
+        store_keys_at(&Stream::cpu(), keys, KeyFormat::F16, to).unwrap();
+        store_keys_at(&own.stream(), on, KeyFormat::F16, wide.tensor_mut(0, DType::F16, &[t, d]).unwrap())
+            .unwrap();
+        let narrow = narrow.tensor(0, DType::F16, &[t * d]).unwrap();
+        rounded.iter_mut().zip(narrow.as_slice::<f16>().unwrap()).for_each(|(to, x)| *to = x.to_f32());
+        let got = take(&own.stream(), &wide, t * d, f16::ZERO);
+        let same = |(a, b): (&f32, &f16)| *a == b.to_f32() || a.is_nan() && b.is_nan();
+        assert!(rounded.iter().zip(&got).all(same), "{dtype}");
     }
 }
 
@@ -204,8 +221,7 @@ impl<'a> Sparse<'a> {
     /// Shapes of queries, rotary parts, latents and picks.
     fn shapes(&self) -> [Vec<usize>; 4] {
         let g = &self.geometry;
-        let (t, h, c, e) =
-            (self.row_request.len(), g.num_qo_heads, g.kv_lora_rank, g.qk_rope_head_dim);
+        let (t, h, c, e) = (self.row_request.len(), g.num_qo_heads, g.kv_lora_rank, g.qk_rope_head_dim);
         let pages = self.kv_indptr[2] as usize;
         let k = self.selection.len() / t;
         [vec![t, h, c], vec![t, h, e], vec![pages, g.page_size, c + e], vec![t, k]]
@@ -324,9 +340,8 @@ fn layer(heads: usize, c: usize, e: usize, page_size: usize, dtype: DType) -> Ge
 
 /// Picks of `[T, K]`, of which each row lists so many of its request's positions, with steps between them.
 fn picks(k: usize, rows: &[(usize, usize)]) -> Vec<i32> {
-    let row = |&(count, step): &(usize, usize)| {
-        (0..k).map(move |i| if i < count { (i * step) as i32 } else { -1 })
-    };
+    let row =
+        |&(count, step): &(usize, usize)| (0..k).map(move |i| if i < count { (i * step) as i32 } else { -1 });
     rows.iter().flat_map(row).collect()
 }
 
