@@ -5,7 +5,7 @@ use std::sync::Arc;
 use mstar_core::kv::KvPlan;
 use mstar_core::resource::PaddedShape;
 use mstar_kernels::dsa::{
-    DeviceTable, KeyFormat, Table, prepare_select, prepare_sparse, select_workspace_bytes_on,
+    DeviceTable, KeyFormat, prepare_select, prepare_sparse, select_workspace_bytes_on,
     sparse_workspace_bytes_on,
 };
 use mstar_kernels::mla::{Geometry, Variant};
