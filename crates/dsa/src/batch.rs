@@ -224,6 +224,21 @@ impl Plan {
         Ok(())
     }
 
+    /// What a captured run of the plan takes for granted, as a number: what its dense rows do
+    /// ([`capture_key`](mstar_kernels::plan::Plan::capture_key)), where the rows lie on the device, and how scratch is cut. `None`
+    /// for a plan that is not staged on a device.
+    pub fn capture_key(&self) -> Option<u64> {
+        use std::hash::{DefaultHasher, Hash, Hasher};
+        let dense = self.dense.capture_key()?;
+        let table = match (self.needs_selection(), &self.on.0) {
+            (false, _) => None,
+            (true, on) => Some(on.as_ref()?),
+        };
+        let mut hasher = DefaultHasher::new();
+        (dense, table.map(|on| (on.address(), on.max_keys()))).hash(&mut hasher);
+        Some(hasher.finish())
+    }
+
     /// The rows on the stream's device; `None` on the CPU.
     ///
     /// # Errors

@@ -128,8 +128,7 @@ impl DeviceTable {
     }
 
     /// Where kernels find it.
-    #[cfg(any(feature = "cuda", test))]
-    pub(crate) fn address(&self) -> u64 {
+    pub fn address(&self) -> u64 {
         self.staged.address() as u64
     }
 }
