@@ -51,6 +51,7 @@ step "docs" env RUSTDOCFLAGS="-D warnings" cargo doc -q --locked --workspace --n
 step "test" bash -c "$(sed -n 's/^\(cargo test .*\)$/\1/p' README.md | head -n 1)"
 step "quickstart" bash -c "$(sed -n 's/^\(cargo run .*\)$/\1/p' README.md | head -n 1)"
 step "kernels" bash tools/kernels.sh
+step "an emulated device" cargo test -q --locked -p mstar-kernels --features paged,mla,dense,flex,dsa,emulator --lib cuda::
 step "panic = abort" panic_abort
 step "each feature alone" features_alone
 step "examples" examples

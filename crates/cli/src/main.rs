@@ -1,6 +1,7 @@
 //! The `mstar` program: the only crate that parses arguments, prints and exits.
 //!
 //! Each subcommand is a room with its own arguments and one entry, `command(args) -> anyhow::Result<Exit>`.
+#![deny(unsafe_code)]
 
 mod backends;
 mod bench;

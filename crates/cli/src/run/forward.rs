@@ -204,6 +204,7 @@ fn run_label(
 }
 
 /// Attends the forward's layer: on a device a padded step's from its graph, which is captured first.
+#[allow(unsafe_code, reason = "a graph holds addresses, not borrows")]
 fn attend(
     room: &Room,
     (graphs, phases): (&mut Captured, &Phases),
