@@ -33,6 +33,7 @@ impl fmt::Debug for StagedList {
 }
 
 impl StagedList {
+    #[cfg(any(feature = "paged", feature = "mla"))]
     /// What a captured run takes for granted; `None` while the device has no list.
     pub(crate) fn capture_key(&self) -> Option<u64> {
         let on = self.0.as_ref().filter(|on| on.current)?;
@@ -333,13 +334,13 @@ fn parameters(call: &Call<'_>, numbers: Numbers<'_>) -> Attend {
     if work.stored == Stored::Blocks && blocks.per_head {
         params.flags |= PER_HEAD;
     }
+    if work.stored == Stored::Segments && work.segments.paged {
+        params.flags |= PREFIX_PAGES;
+    }
     #[cfg(feature = "dense")]
     if let Some([k, v]) = &call.extra.prefix {
         (params.k_prefix, params.v_prefix) = (View::of(k), View::of(v));
         aligned &= View::aligned(k) && View::aligned(v);
-        if work.segments.paged {
-            params.flags |= PREFIX_PAGES;
-        }
     }
     #[cfg(feature = "flex")]
     if let Some(mods) = &call.extra.mods {
