@@ -139,7 +139,7 @@ DEVICE void sharers_sync() {
     else named_sync(2, 64);
 }
 
-// A row's running softmax: m is in units of the scores (GENERAL: base-2 logits); l is this lane's share.
+// A row's running softmax: m is a base-2 logit, l is this lane's share.
 struct Running {
     float m[2], l[2];
     float o[COLUMNS][4];
@@ -209,31 +209,30 @@ DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float fa
             }
         }
     }
-    Step step[2];
+    float shrink[2];
     UNROLL
     for (u32 r = 0; r < 2; r++) {
         float top = -infinity();
         UNROLL
         for (u32 n = 0; n < TILES; n++) top = larger(top, larger(x[n][2 * r], x[n][2 * r + 1]));
-        step[r] = step_of(s.m[r], row_max(top), factor);
-        s.m[r] = step[r].m;
+        shrink[r] = step_of(s.m[r], row_max(top), factor);
         float sum = 0.0f;
         UNROLL
         for (u32 n = 0; n < TILES; n++) {
             UNROLL
             for (u32 i = 2 * r; i < 2 * r + 2; i++) {
-                x[n][i] = ex2(fused(x[n][i], factor, -step[r].reference));
+                x[n][i] = ex2(fused(x[n][i], factor, -s.m[r]));
                 sum += x[n][i];
             }
         }
-        s.l[r] = fused(s.l[r], step[r].shrink, sum);
+        s.l[r] = fused(s.l[r], shrink[r], sum);
     }
     // Products with exactly 1 may be left out.
-    if (warp_any(step[0].shrink != 1.0f || step[1].shrink != 1.0f)) {
+    if (warp_any(shrink[0] != 1.0f || shrink[1] != 1.0f)) {
         UNROLL
         for (u32 n = 0; n < COLUMNS; n++) {
             UNROLL
-            for (u32 i = 0; i < 4; i++) s.o[n][i] *= step[i / 2].shrink;
+            for (u32 i = 0; i < 4; i++) s.o[n][i] *= shrink[i / 2];
         }
     }
     UNROLL
@@ -257,7 +256,7 @@ DEVICE float* join_at(u8* area, u32 of_warp, u32 row, u32 column) {
 }
 
 // Joins the groups' states, in the order of their keys, and hands them on or finishes.
-DEVICE void leave(const Attend& p, const Job& job, u8* area, float* sums, Running& s, float factor) {
+DEVICE void leave(const Attend& p, const Job& job, u8* area, float* sums, Running& s) {
     u32 g = lane() / 4, t = lane() % 4, sharer = warp() % SHARERS;
     Output out = output_at(p, job.row, job.item.q_begin, job.item.q_count, job.item.kv_head_begin, job.partial);
     float* most_of = sums;              // [4 warps][16]
@@ -265,7 +264,7 @@ DEVICE void leave(const Attend& p, const Job& job, u8* area, float* sums, Runnin
     float* factor_of = sums + 128;      // [64]
     UNROLL
     for (u32 r = 0; r < 2; r++) {
-        s.m[r] *= factor;
+        s.m[r] = top_of(s.m[r]);
         s.l[r] = row_sum(s.l[r]);
         if (t == 0) {
             most_of[16 * warp() + g + 8 * r] = s.m[r];
@@ -382,7 +381,7 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
         Reach last = span_of(p, job.row, job.reach, job.item.q_begin + job.item.q_count - 1);
         of.whole_lo = last.lo, of.whole_hi = least(first.hi, last.hi);
         Running state;
-        state.m[0] = state.m[1] = -infinity();
+        state.m[0] = state.m[1] = LOWEST;
         state.l[0] = state.l[1] = 0.0f;
         UNROLL
         for (u32 n = 0; n < COLUMNS; n++) state.o[n][0] = state.o[n][1] = state.o[n][2] = state.o[n][3] = 0.0f;
@@ -398,7 +397,7 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
         }
         // All warps are done with the queries, where states are joined.
         block_sync();
-        leave(p, job, area, sums, state, factor);
+        leave(p, job, area, sums, state);
         advance(p, job);
     }
     cp_async_wait<0>();

@@ -12,13 +12,34 @@
 #include "mods.cuh"
 #include "tile.cuh"
 
+#ifndef SCORE_0
+#define SCORE_0 0
+#endif
+#ifndef SCORE_1
+#define SCORE_1 0
+#endif
+#ifndef SCORE_2
+#define SCORE_2 0
+#endif
+#ifndef SCORE_3
+#define SCORE_3 0
+#endif
+
 constexpr u32 THREADS = 32 * WARPS;
 constexpr u32 WARP_ROWS = 16 * SPREAD, QUERIES = WARPS * WARP_ROWS;
 constexpr u32 K_BYTES = KEYS * WIDTH * 2, V_BYTES = KEYS * VALUES * 2, STAGE = K_BYTES + V_BYTES;
 constexpr u32 Q_BYTES = QUERIES * WIDTH * 2;
 constexpr u32 STEPS = WIDTH / 16, COLUMNS = VALUES / 8, TILES = KEYS / 8;
+constexpr bool MODDED = SOURCE == BLOCKS && SCORES + MASKS > 0;
+// The score mods that only hide keys are taken for masks; whether some hides, and whether some does more.
+#define MSTAR_EITHER(WHICH) \
+    ((SCORES > 0 && WHICH(SCORE_0)) || (SCORES > 1 && WHICH(SCORE_1)) || (SCORES > 2 && WHICH(SCORE_2)) || \
+     (SCORES > 3 && WHICH(SCORE_3)))
+#define MSTAR_HIDES(MOD) ((MOD) == SCORE_CAUSAL)
+#define MSTAR_CHANGES(MOD) ((MOD) > SCORE_CAUSAL)
+constexpr bool CAUSAL_MOD = MSTAR_EITHER(MSTAR_HIDES), CHANGING = MSTAR_EITHER(MSTAR_CHANGES);
 // Scores leave the product as they are, and the scale enters the exponent.
-constexpr bool RAW = GENERAL == 0 && SCORES == 0;
+constexpr bool RAW = GENERAL == 0 && !CHANGING;
 static_assert(2 * KEYS <= THREADS, "a thread for each key and each value of a tile");
 static_assert(KEYS == 32 || KEYS == 64, "a tile lies in one word of a custom mask");
 
@@ -57,8 +78,16 @@ struct Room {
     Lane lanes[QUERIES];
     Bounds bounds[WARPS];
     u32 seen[WARPS][4];
+    float factor;                     // of scores in exponents
+    u32 sees[SPREAD][THREADS];       // by each lane's rows
+    float tops[2 * SPREAD][THREADS];  // the largest logits of each lane's rows, base 2
+    float sums[2 * SPREAD][THREADS];  // of weights, each lane's share
     Desk desk;
 };
+
+// As exec/heads.rs asks for it.
+constexpr u32 ROOM = 3 * (20 * KEYS + KEYS / 4) + 16 * QUERIES + 32 * WARPS + 20 * SPREAD * THREADS + 544;
+static_assert(sizeof(Room) <= ROOM, "exec/heads.rs gives a block this much");
 
 // Lays an item on the desk. The other functions of the desk go on from there; one thread calls them.
 DEVICE void open(const Attend& p, Desk& desk) {
@@ -108,7 +137,7 @@ DEVICE Found find(const Desk& desk, u32 base) {
     if (thread_x() < 2 * KEYS && key >= desk.reached.lo && key < desk.reached.hi) {
         Place2 place = key_at<SOURCE>(desk.keys, key);
         found.at = thread_x() < KEYS ? place.k : place.v + 2 * desk.column;
-        if (SOURCE == BLOCKS && SCORES + MASKS > 0) {
+        if (MODDED) {
             Key of = block_key(desk.keys, key);
             found.index = of.index, found.partial = of.partial;
         }
@@ -124,7 +153,7 @@ DEVICE void note(Addresses& to, const Found& found) {
         return;
     }
     to.k[t] = found.at;
-    if (SOURCE == BLOCKS && SCORES + MASKS > 0) {
+    if (MODDED) {
         to.index[t] = found.index;
         u32 bits = ballot(found.partial), last = warp_max(u32(found.index + 1));
         if (lane() == 0) to.partial[t / 32] = bits, to.last[t / 32] = i32(last) - 1;
@@ -132,7 +161,8 @@ DEVICE void note(Addresses& to, const Found& found) {
 }
 
 // Starts the copies of a tile's keys and values; `whole`: rows are aligned and of whole chunks.
-DEVICE void fetch(const Attend& p, const Addresses& of, u8* stage, u32 column, bool whole) {
+DEVICE void fetch(const Attend& p, const Addresses& of, u8* stage, u32 column) {
+    const bool whole = (p.flags & ALIGNED) && p.D % 8 == 0 && p.Dv % 8 == 0;
     constexpr u32 K_CHUNKS = WIDTH / 8, V_CHUNKS = VALUES / 8;
     const u32 width = p.Dv - column, thread = opaque(thread_x());
     if (whole) {
@@ -186,17 +216,19 @@ DEVICE void score(float (&x)[SPREAD][TILES][4], u8* queries, u8* keys) {
     }
 }
 
-// The tile of a row's running softmax; m is in units of the scores (not RAW: base-2 logits), l is this lane's share.
+// The weighted sums of a lane's rows.
 struct Running {
-    float m[SPREAD][2], l[SPREAD][2];
     float o[SPREAD][COLUMNS][4];
 };
 
 // Turns scores into weights and adds the values that they weigh; what was summed before shrinks first. Weights are made 16 keys
 // at a time, so that the units of exponentials and of products work side by side.
-DEVICE void add_values(float (&x)[SPREAD][TILES][4], u8* values, float factor, Running& state) {
-    const u32 l = opaque(lane());
-    float reference[SPREAD][2];
+DEVICE void add_values(Room& room, float (&x)[SPREAD][TILES][4], u8* values, Running& state) {
+    const float factor = RAW ? room.factor : 1.0f;
+    const u32 thread = opaque(thread_x()), l = thread % 32;
+    float sum[SPREAD][2], m[SPREAD][2];
+    float shrink[SPREAD][2];
+    bool grown = false;
     UNROLL
     for (u32 s = 0; s < SPREAD; s++) {
         UNROLL
@@ -204,13 +236,21 @@ DEVICE void add_values(float (&x)[SPREAD][TILES][4], u8* values, float factor, R
             float top = x[s][0][2 * r];
             UNROLL
             for (u32 n = 0; n < TILES; n++) top = larger(top, larger(x[s][n][2 * r], x[s][n][2 * r + 1]));
-            const Step step = step_of(state.m[s][r], row_max(top), factor);
-            state.m[s][r] = step.m, reference[s][r] = step.reference;
-            state.l[s][r] *= step.shrink;
+            m[s][r] = room.tops[2 * s + r][thread];
+            shrink[s][r] = step_of(m[s][r], row_max(top), factor);
+            room.tops[2 * s + r][thread] = m[s][r];
+            grown = grown || shrink[s][r] != 1.0f;
+            sum[s][r] = room.sums[2 * s + r][thread] * shrink[s][r];
+        }
+    }
+    // Products with exactly 1 may be left out.
+    if (warp_any(grown)) {
+        UNROLL
+        for (u32 s = 0; s < SPREAD; s++) {
             UNROLL
             for (u32 n = 0; n < COLUMNS; n++) {
-                state.o[s][n][2 * r] *= step.shrink;
-                state.o[s][n][2 * r + 1] *= step.shrink;
+                UNROLL
+                for (u32 i = 0; i < 4; i++) state.o[s][n][i] *= shrink[s][i / 2];
             }
         }
     }
@@ -222,9 +262,9 @@ DEVICE void add_values(float (&x)[SPREAD][TILES][4], u8* values, float factor, R
             UNROLL
             for (u32 i = 0; i < 4; i++) {
                 const u32 n = 2 * k + i / 2, r = i % 2;
-                float v = ex2(fused(x[s][n][2 * r], factor, -reference[s][r]));
-                float w = ex2(fused(x[s][n][2 * r + 1], factor, -reference[s][r]));
-                state.l[s][r] += v + w;
+                float v = ex2(fused(x[s][n][2 * r], factor, -m[s][r]));
+                float w = ex2(fused(x[s][n][2 * r + 1], factor, -m[s][r]));
+                sum[s][r] += v + w;
                 a[s][i] = pack<T>(v, w);
             }
         }
@@ -239,72 +279,66 @@ DEVICE void add_values(float (&x)[SPREAD][TILES][4], u8* values, float factor, R
             }
         }
     }
+    UNROLL
+    for (u32 s = 0; s < SPREAD; s++) room.sums[2 * s][thread] = sum[s][0], room.sums[2 * s + 1][thread] = sum[s][1];
 }
 
-// Hides what rows do not see of the tile at `base`, and changes scores before, where they are.
-DEVICE void look(const Attend& p, const Room& room, const Addresses& here, u32 base, bool edge, float (&x)[SPREAD][TILES][4]) {
+// Which row of the block is 16 s + 8 r + g of a warp, and what mods are told about it.
+DEVICE u32 place_of_row(u32 thread, u32 s, u32 r) { return thread / 32 * WARP_ROWS + 16 * s + 8 * r + thread % 32 / 4; }
+DEVICE Pair pair_of(const Attend& p, const Desk& desk, const Lane& of, u32 place) {
+    const u32 head = desk.q.first_head + least(desk.from + place, desk.lanes - 1) % (p.H / p.G);
+    return Pair{desk.q.batch, head, i32(desk.q.q_idx + (of.token - desk.item.q_begin)), 0, p.q_offset};
+}
+
+// What this lane's rows see of the tile at `base`: bit 16 r + 2 n + i is column 8 n + 2 t + i of row r. Known before there are
+// scores, which leave no room.
+DEVICE void look(const Attend& p, const Room& room, const Addresses& here, u32 base, u32 (&seen)[SPREAD]) {
     const Desk& desk = room.desk;
-    const u32 l = opaque(lane()), g = l / 4, t = l % 4;
+    const u32 thread = opaque(thread_x()), t = thread % 4;
+    UNROLL
+    for (u32 s = 0; s < SPREAD; s++) seen[s] = 0;
     UNROLL
     for (u32 s = 0; s < SPREAD; s++) {
-        UNROLL
+        NO_UNROLL
         for (u32 r = 0; r < 2; r++) {
-            const u32 place = warp() * WARP_ROWS + 16 * s + 8 * r + g;
+            const u32 place = place_of_row(thread, s, r);
             const Lane of = room.lanes[place];
-            // Bits of this lane's columns: 8 n + i.
-            u64 bits = ~0ull;
-            if (edge) bits = range_bits(of.lo, of.hi, base);
+            u64 bits = range_bits(of.lo, of.hi, base);
             if (desk.row.mask_words) bits &= mask_word(p, desk.row, of.token, base / 64 * 64) >> (base % 64);
             bits >>= 2 * t;
-            const u32 low = u32(bits), high = u32(bits >> 32);
             Pair pair{0, 0, 0, 0, 0};
-            if (SCORES + MASKS > 0) {
-                u32 head = desk.q.first_head + least(desk.from + place, desk.lanes - 1) % (p.H / p.G);
-                pair = Pair{desk.q.batch, head, i32(desk.q.q_idx + (of.token - desk.item.q_begin)), 0, p.q_offset};
-            }
-            float distance = 0.0f;
-            if (GENERAL) distance = float(i64(base + 2 * t) - (i64(desk.row.kv_len) - i64(desk.row.q_len) + i64(of.token)));
-            UNROLL
+            if (MODDED) pair = pair_of(p, desk, of, place);
+            u32 sees = 0;
+            NO_UNROLL
             for (u32 n = 0; n < TILES; n++) {
-                UNROLL
-                for (u32 i = 0; i < 2; i++) {
-                    float& v = x[s][n][2 * r + i];
-                    bool sees = (n < 4 ? low >> (8 * n + i) : high >> (8 * (n - 4) + i)) & 1;
-                    if (GENERAL) {
-                        v *= p.scale;
-                        if (p.soft_cap > 0.0f) v = p.soft_cap * tanh_exact(v / p.soft_cap);
-                        v = fused(of.slope, distance + float(8 * n + i), v) * LOG2_E;
-                    }
-                    if (SOURCE == BLOCKS && SCORES + MASKS > 0) {
+                u32 both = u32(bits) & 3;
+                bits >>= 8;
+                if (MODDED) {
+                    UNROLL
+                    for (u32 i = 0; i < 2; i++) {
                         const u32 at = 8 * n + 2 * t + i;
                         pair.k_idx = here.index[at];
-                        if (here.partial[at / 32] >> (at % 32) & 1) sees = sees && keep(p.image, pair);
-                        if (SCORES > 0) v = change(p.image, v * p.scale, pair) * LOG2_E;
+                        bool keeps_it = !CAUSAL_MOD || distance(pair) <= 0;
+                        if (here.partial[at / 32] >> (at % 32) & 1) keeps_it = keeps_it && keep(p.image, pair);
+                        if (!keeps_it) both &= ~(1u << i);
                     }
-                    if (!sees) v = -infinity();
                 }
+                sees |= both << (2 * n);
             }
+            seen[s] |= sees << (16 * r);
         }
     }
 }
 
-// A value whose key no query of the block sees may be anything, also NaN: makes it 0. `mine`: the warp has scores.
-DEVICE void blank(Room& room, u8* values, bool mine, const float (&x)[SPREAD][TILES][4]) {
-    u32 seen = 0;
-    if (mine) {
-        UNROLL
-        for (u32 s = 0; s < SPREAD; s++) {
-            UNROLL
-            for (u32 n = 0; n < TILES; n++) {
-                UNROLL
-                for (u32 i = 0; i < 4; i++) seen |= u32(x[s][n][i] != -infinity()) << (2 * n + i % 2);
-            }
-        }
-    }
-    seen |= shfl_xor(seen, 4);
-    seen |= shfl_xor(seen, 8);
-    seen |= shfl_xor(seen, 16);
-    if (lane() < 4) room.seen[warp()][lane()] = seen;
+// A value whose key no query of the block sees may be anything, also NaN: makes it 0.
+DEVICE void blank(Room& room, u8* values, const u32 (&seen)[SPREAD]) {
+    u32 all = 0;
+    UNROLL
+    for (u32 s = 0; s < SPREAD; s++) all |= seen[s] | seen[s] >> 16;
+    all |= shfl_xor(all, 4);
+    all |= shfl_xor(all, 8);
+    all |= shfl_xor(all, 16);
+    if (lane() < 4) room.seen[warp()][lane()] = all;
     block_sync();
     NO_UNROLL
     for (u32 i = thread_x(); i < KEYS * (VALUES / 8); i += THREADS) {
@@ -318,41 +352,97 @@ DEVICE void blank(Room& room, u8* values, bool mine, const float (&x)[SPREAD][TI
     block_sync();
 }
 
-// Takes the tile at `base`, which is in `stage`.
-DEVICE void step(const Attend& p, Room& room, u8* queries, u8* stage, u32 base, float factor, Running& state) {
-    const Addresses& here = room.of[base / KEYS % 3];
-    const Bounds bounds = room.bounds[warp()];
-    const bool mine = base < bounds.some_hi && base + KEYS > bounds.some_lo;
-    const bool edge = base < bounds.all_lo || base + KEYS > bounds.all_hi;
-    // Whether a mask may leave a key to no query at all.
-    bool holes = room.desk.row.mask_words != 0;
-    if (SOURCE == BLOCKS && SCORES + MASKS > 0) {
-        holes = holes || (here.partial[0] | here.partial[KEYS / 32 - 1]) != 0;
-        if (SCORES > 0) holes = holes || i64(most(here.last[0], here.last[KEYS / 32 - 1])) > p.q_offset + room.desk.q.q_idx;
-    }
-    float x[SPREAD][TILES][4];
-    if (mine) {
-        score(x, queries, stage);
-        if (!RAW || edge || holes) look(p, room, here, base, edge, x);
-    }
-    if (holes) blank(room, stage + K_BYTES, mine, x);
-    if (mine) add_values(x, stage + K_BYTES, factor, state);
-}
-
-// Hands the states on, or finishes.
-DEVICE void leave(const Attend& p, const Desk& desk, float factor, Running& state) {
-    const Output out = output_of(p, desk.item, desk.member, desk.row);
-    const u32 column = desk.column, g = lane() / 4, t = lane() % 4;
+// What happens to scores but for the scale of RAW ones, which become base-2 logits.
+DEVICE void change_scores(const Attend& p, const Room& room, const Addresses& here, u32 base, float (&x)[SPREAD][TILES][4]) {
+    const Desk& desk = room.desk;
+    const u32 thread = opaque(thread_x()), t = thread % 4;
     UNROLL
     for (u32 s = 0; s < SPREAD; s++) {
         UNROLL
-        for (u32 r = 0; r < 2; r++) state.l[s][r] = row_sum(state.l[s][r]);
+        for (u32 r = 0; r < 2; r++) {
+            const u32 place = place_of_row(thread, s, r);
+            const Lane of = room.lanes[place];
+            Pair pair{0, 0, 0, 0, 0};
+            if (CHANGING) pair = pair_of(p, desk, of, place);
+            float distance = 0.0f;
+            if (GENERAL) distance = float(i64(base + 2 * t) - (i64(desk.row.kv_len) - i64(desk.row.q_len) + i64(of.token)));
+            UNROLL
+            for (u32 n = 0; n < TILES; n++) {
+                UNROLL
+                for (u32 i = 0; i < 2; i++) {
+                    float v = x[s][n][2 * r + i] * p.scale;
+                    if (GENERAL) {
+                        if (p.soft_cap > 0.0f) v = p.soft_cap * tanh_exact(v / p.soft_cap);
+                        v = fused(of.slope, distance + float(8 * n + i), v);
+                    }
+                    if (CHANGING) {
+                        pair.k_idx = here.index[8 * n + 2 * t + i];
+                        v = change(p.image, v, pair);
+                    }
+                    x[s][n][2 * r + i] = v * LOG2_E;
+                }
+            }
+        }
+    }
+}
+
+// Takes the tile at `base`, which is in `stage`.
+DEVICE void step(const Attend& p, Room& room, u8* queries, u8* stage, u32 base, Running& state) {
+    const Addresses& here = room.of[base / KEYS % 3];
+    const Bounds bounds = room.bounds[warp()];
+    const bool mine = warp_any(base < bounds.some_hi && base + KEYS > bounds.some_lo);
+    // Whether a mask may leave a key to no query at all.
+    bool holes = room.desk.row.mask_words != 0;
+    if (MODDED) {
+        holes = holes || (here.partial[0] | here.partial[KEYS / 32 - 1]) != 0;
+        if (CAUSAL_MOD) holes = holes || i64(most(here.last[0], here.last[KEYS / 32 - 1])) > p.q_offset + room.desk.q.q_idx;
+    }
+    const bool edge = holes || base < bounds.all_lo || base + KEYS > bounds.all_hi;
+    u32 seen[SPREAD];
+    UNROLL
+    for (u32 s = 0; s < SPREAD; s++) seen[s] = ~0u;
+    if (edge) look(p, room, here, base, seen);
+    if (holes) blank(room, stage + K_BYTES, seen);
+    if (!mine) return;
+    if (edge) {
+        UNROLL
+        for (u32 s = 0; s < SPREAD; s++) room.sees[s][thread_x()] = seen[s];
+    }
+    float x[SPREAD][TILES][4];
+    score(x, queries, stage);
+    if (!RAW) change_scores(p, room, here, base, x);
+    if (edge) {
+        UNROLL
+        for (u32 s = 0; s < SPREAD; s++) {
+            const u32 sees = room.sees[s][opaque(thread_x())];
+            UNROLL
+            for (u32 n = 0; n < TILES; n++) {
+                UNROLL
+                for (u32 i = 0; i < 4; i++) {
+                    if (!(sees >> (16 * (i / 2) + 2 * n + i % 2) & 1)) x[s][n][i] = -infinity();
+                }
+            }
+        }
+    }
+    add_values(room, x, stage + K_BYTES, state);
+}
+
+// Hands the states on, or finishes.
+DEVICE void leave(const Attend& p, const Room& room, const Running& state) {
+    const Desk& desk = room.desk;
+    const Output out = output_of(p, desk.item, desk.member, desk.row);
+    const u32 column = desk.column, g = lane() / 4, t = lane() % 4;
+    float sum[SPREAD][2];
+    UNROLL
+    for (u32 s = 0; s < SPREAD; s++) {
+        UNROLL
+        for (u32 r = 0; r < 2; r++) sum[s][r] = row_sum(room.sums[2 * s + r][thread_x()]);
     }
     UNROLL
     for (u32 s = 0; s < SPREAD; s++) {
         UNROLL
         for (u32 r = 0; r < 2; r++) {
-            const float m = state.m[s][r] * factor, l = state.l[s][r];
+            const float m = top_of(room.tops[2 * s + r][thread_x()]), l = sum[s][r];
             const u32 of = desk.from + warp() * WARP_ROWS + 16 * s + 8 * r + g;
             if (of >= desk.lanes) continue;
             if (out.direct()) {
@@ -383,12 +473,11 @@ MSTAR_KERNEL(tile, Attend, THREADS, RESIDENT) {
     u8* queries = memory;
     u8* stages = memory + Q_BYTES;
     Room& room = *reinterpret_cast<Room*>(memory + Q_BYTES + 2 * STAGE);
-    const bool whole = (p.flags & ALIGNED) && p.D % 8 == 0 && p.Dv % 8 == 0;
     const u32 g = lane() / 4, t = lane() % 4;
     const Scale scale = scale_of<!RAW>(p);
-    const float factor = RAW ? scale.factor : 1.0f;
     Desk& desk = room.desk;
     if (thread_x() == 0) {
+        room.factor = scale.factor;
         desk.index = items_of(p).begin + block_x();
         open(p, desk);
         reach_out(p, desk);
@@ -413,7 +502,7 @@ MSTAR_KERNEL(tile, Attend, THREADS, RESIDENT) {
         }
         bring_queries<WIDTH, QUERIES, THREADS>(p, desk.q, queries, from, desk.lanes, group, scale.negate);
         block_sync();
-        if (base < desk.reached.hi) fetch(p, room.of[base / KEYS % 3], stages + base / KEYS % 2 * STAGE, desk.column, whole);
+        if (base < desk.reached.hi) fetch(p, room.of[base / KEYS % 3], stages + base / KEYS % 2 * STAGE, desk.column);
         cp_async_commit();
         // What some row of the warp sees, and what all of them do.
         {
@@ -425,8 +514,8 @@ MSTAR_KERNEL(tile, Attend, THREADS, RESIDENT) {
         Running state;
         UNROLL
         for (u32 s = 0; s < SPREAD; s++) {
-            state.m[s][0] = state.m[s][1] = -infinity();
-            state.l[s][0] = state.l[s][1] = 0.0f;
+            room.tops[2 * s][thread_x()] = room.tops[2 * s + 1][thread_x()] = LOWEST;
+            room.sums[2 * s][thread_x()] = room.sums[2 * s + 1][thread_x()] = 0.0f;
             UNROLL
             for (u32 n = 0; n < COLUMNS; n++) {
                 state.o[s][n][0] = state.o[s][n][1] = state.o[s][n][2] = state.o[s][n][3] = 0.0f;
@@ -438,15 +527,17 @@ MSTAR_KERNEL(tile, Attend, THREADS, RESIDENT) {
             block_sync();
             if (base + KEYS < desk.reached.hi) {
                 u32 next = base / KEYS + 1;
-                fetch(p, room.of[next % 3], stages + next % 2 * STAGE, desk.column, whole);
+                fetch(p, room.of[next % 3], stages + next % 2 * STAGE, desk.column);
             }
             cp_async_commit();
-            const Found found = find(desk, base + 2 * KEYS);
-            step(p, room, queries, stages + base / KEYS % 2 * STAGE, base, factor, state);
-            note(room.of[(base / KEYS + 2) % 3], found);
+            // The address is on its way while the tile is taken; where mods are asked there is no register for it.
+            Found found = find(desk, base + 2 * KEYS);
+            if (MODDED) note(room.of[(base / KEYS + 2) % 3], found);
+            step(p, room, queries, stages + base / KEYS % 2 * STAGE, base, state);
+            if (!MODDED) note(room.of[(base / KEYS + 2) % 3], found);
         }
         cp_async_wait<0>();
-        leave(p, desk, factor, state);
+        leave(p, room, state);
         block_sync();
         if (thread_x() == 0) {
             advance(p, desk);

@@ -134,14 +134,15 @@ DEVICE u64 range_bits(u32 lo, u32 hi, u32 base) {
     return (~0ull >> (64 - (to - from))) << from;
 }
 
-// One step of the running softmax of a row: the new largest logit, and what the former sums shrink by.
-// `reference` is what exponents are taken against: 0 where nothing was seen yet.
-struct Step {
-    float m, shrink, reference;
-};
-DEVICE Step step_of(float before, float tile, float factor) {
-    float m = larger(before, tile), reference = m == -infinity() ? 0.0f : m * factor;
-    return Step{m, ex2(fused(before, factor, -reference)), reference};
+// The largest logit of a row that saw nothing yet: finite, so that exponents against it are numbers.
+constexpr float LOWEST = -1e38f;
+DEVICE float top_of(float m) { return m == LOWEST ? -infinity() : m; }
+// One step of a row's running softmax: takes the largest score of a tile; what the former sums shrink by, exactly 1 where the
+// largest logit stays.
+DEVICE float step_of(float& m, float top, float factor) {
+    float before = m;
+    m = larger(before, top * factor);
+    return ex2(before - m);
 }
 
 // Two neighbouring results; the pair need not be aligned, nor the second be there.
