@@ -13,7 +13,7 @@ use crate::{Device, Error, Result, Stream, TensorMut, TensorRef};
 
 use super::image::Layout;
 use super::params::{ALIGNED, Attend, CAUSAL, PER_HEAD, PREFIX_PAGES, Place, View, Walk};
-use super::{Choice, latents, merge, mods, plain};
+use super::{Choice, heads, latents, merge, mods, plain};
 
 /// What a device has of a work list. A copy of a list has nothing on a device.
 #[derive(Default)]
@@ -254,8 +254,11 @@ impl OnDevice {
 }
 
 /// The kernel made for a list's kind and shapes, if there is one.
-fn special(work: &WorkList, walk: Walk, _mods: &mods::Kinds, context: &Context) -> Option<Choice> {
-    latents::choose(work, walk, context)
+fn special(work: &WorkList, walk: Walk, mods: &mods::Kinds, context: &Context) -> Option<Choice> {
+    match work.stored {
+        Stored::Latents => latents::choose(work, walk, context),
+        Stored::Heads | Stored::Segments | Stored::Blocks => heads::choose(work, walk, mods, context),
+    }
 }
 
 /// Per-head numbers of a call on a device: `[H]` f32 each.

@@ -11,11 +11,13 @@
 //! | `params` | what kernels are given, as `cu/list.cuh` has it |
 //! | `list` | a list on a device: staging, choosing kernels, launching them |
 //! | `latents` | the kernel of latents on tensor cores |
+//! | `heads` | which tensor-core kernel takes a list over keys and values a head |
 //! | `plain` | the kernel of f32 and of odd shapes |
 //! | `merge` | joining what items left |
 //! | `select`, `sparse` | index scores and their pick; attention over picks |
 //! | `mods` | mods over blocks: which, and their numbers |
 
+mod heads;
 mod image;
 mod latents;
 mod list;

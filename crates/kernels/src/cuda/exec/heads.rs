@@ -1,0 +1,183 @@
+//! The tensor-core kernels over keys and values a head: `cu/decode.cu` for items of few query vectors over pages, `cu/tile.cu`
+//! for tiles of queries over pages, segments and blocks. Of bf16 or f16, queries, keys and values alike, up to 512 wide.
+//!
+//! What is chosen here follows from a list's shapes and the device, never from the batch: widths are padded to multiples of 64
+//! by zeros in shared memory, and values wider than 256 are taken in two passes.
+
+use crate::DType;
+use crate::cuda::Context;
+use crate::cuda::jit::{Key, Unit};
+use crate::paged::Stored;
+use crate::work::WorkList;
+
+use super::Choice;
+use super::mods::Kinds;
+use super::params::{Walk, number};
+use super::plain::source;
+
+/// The widest head.
+const MOST_WIDTH: usize = 512;
+
+/// The most value columns of a pass: a warp's sums of 16 rows fill half of its registers.
+const MOST_VALUES: usize = 256;
+
+/// Shared memory that the system takes of each block.
+const RESERVED: u32 = 1024;
+
+/// The variant for a list's items of one kind; `None` where the plain kernel is to take them.
+pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Context) -> Option<Choice> {
+    let geometry = &work.geometry;
+    let half = matches!(geometry.kv_dtype, DType::Bf16 | DType::F16);
+    if !half || geometry.q_dtype != geometry.kv_dtype || context.arch() < (8, 0) {
+        return None;
+    }
+    let shape = Shape::of(geometry.head_dim_qk, geometry.head_dim_vo)?;
+    let optin = context.shared_per_block_optin();
+    let decodes = work.stored == Stored::Heads && walk == Walk::Few;
+    let choice = if decodes { decode(&shape, geometry.group(), optin) } else { tile(&shape, optin) }?;
+    let variant = &work.variant;
+    let general = variant.logits_soft_cap.is_some() || variant.alibi;
+    let mut key = choice.key.with("KV_TYPE", number(geometry.kv_dtype)).with("GENERAL", general.into());
+    if !decodes {
+        key = key.with("SOURCE", source(work));
+    }
+    if work.stored == Stored::Blocks {
+        key = mods.compile_into(key);
+    }
+    Some(Choice { key, ..choice })
+}
+
+/// Padded widths.
+struct Shape {
+    /// Of queries and keys.
+    width: usize,
+    /// Of the value columns of a pass.
+    values: usize,
+}
+
+impl Shape {
+    fn of(width: usize, values: usize) -> Option<Shape> {
+        if width == 0 || values == 0 || width.max(values) > MOST_WIDTH {
+            return None;
+        }
+        let passes = values.div_ceil(MOST_VALUES);
+        Some(Shape {
+            width: width.next_multiple_of(64),
+            values: values.div_ceil(passes).next_multiple_of(64),
+        })
+    }
+
+    /// Bytes of `keys` keys and values in shared memory.
+    fn stage(&self, keys: usize) -> usize {
+        2 * keys * (self.width + self.values)
+    }
+}
+
+/// Bytes that each of `resident` blocks of a multiprocessor may have.
+fn share(optin: u32, resident: u32) -> usize {
+    ((optin + RESERVED) / resident - RESERVED) as usize
+}
+
+/// Few query vectors: as many tiles in flight as fit, several blocks a multiprocessor where they do.
+fn decode(shape: &Shape, group: usize, optin: u32) -> Option<Choice> {
+    // A row of several query tokens has at most 16 query vectors a key head; see `Family::of`.
+    let rows = if group <= 16 {
+        16
+    } else if group <= 32 {
+        32
+    } else {
+        64
+    };
+    // The queries, later joined states; and what the warps' largest scores, sums and factors take.
+    let fixed = (2 * rows * shape.width).max(16 << 10) + 1024;
+    let most = if shape.width.max(shape.values) <= 64 && rows == 16 { 3 } else { 2 };
+    let (resident, stages) = (1..=most).rev().find_map(|resident| {
+        let stages = share(optin, resident).checked_sub(fixed)? / shape.stage(64);
+        (stages >= if resident > 1 { 2 } else { 1 }).then_some((resident, stages.min(4)))
+    })?;
+    let key = Key::new(Unit::DECODE, "decode")
+        .with("WIDTH", shape.width as i64)
+        .with("VALUES", shape.values as i64)
+        .with("ROWS", rows as i64)
+        .with("STAGES", stages as i64)
+        .with("RESIDENT", resident.into());
+    Some(Choice { key, threads: 128, shared: (stages * shape.stage(64) + fixed) as u32 })
+}
+
+/// How a block of the tile kernel is built.
+struct Build {
+    warps: usize,
+    /// Times 16 query vectors of a warp.
+    spread: usize,
+    /// Keys of a tile.
+    keys: usize,
+    /// Blocks a multiprocessor.
+    resident: u32,
+}
+
+/// The first that fits is taken.
+const BUILDS: [Build; 5] = [
+    Build { warps: 4, spread: 2, keys: 64, resident: 2 },
+    Build { warps: 4, spread: 2, keys: 32, resident: 2 },
+    Build { warps: 8, spread: 1, keys: 64, resident: 1 },
+    Build { warps: 8, spread: 1, keys: 32, resident: 1 },
+    Build { warps: 4, spread: 1, keys: 32, resident: 1 },
+];
+
+impl Build {
+    /// Bytes of shared memory: the queries, two tiles, and what `cu/tile.cu` calls its room.
+    fn shared(&self, shape: &Shape) -> usize {
+        let queries = 16 * self.warps * self.spread;
+        let room = 3 * (20 * self.keys + self.keys / 4)
+            + 16 * queries
+            + 32 * self.warps
+            + 20 * self.spread * 32 * self.warps
+            + 544;
+        2 * queries * shape.width + 2 * shape.stage(self.keys) + room
+    }
+}
+
+/// Tiles of queries.
+fn tile(shape: &Shape, optin: u32) -> Option<Choice> {
+    let build = BUILDS.iter().find(|build| {
+        // Two times 16 rows of sums 128 wide fill a warp's registers.
+        let fits = build.spread == 1 || shape.values <= 128;
+        fits && build.shared(shape) <= share(optin, build.resident)
+    })?;
+    let key = Key::new(Unit::TILE, "tile")
+        .with("WIDTH", shape.width as i64)
+        .with("VALUES", shape.values as i64)
+        .with("WARPS", build.warps as i64)
+        .with("SPREAD", build.spread as i64)
+        .with("KEYS", build.keys as i64)
+        .with("RESIDENT", build.resident.into());
+    Some(Choice { key, threads: 32 * build.warps as u32, shared: build.shared(shape) as u32 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_width_finds_a_kernel_that_fits() {
+        // H200 and A100.
+        for optin in [232_448, 166_912] {
+            for width in 1..=MOST_WIDTH {
+                for values in [1, 63, 64, 65, 128, 192, 256, 257, 384, MOST_WIDTH] {
+                    let shape = Shape::of(width, values).expect("no wider than the widest");
+                    assert!(shape.width >= width && shape.values <= MOST_VALUES);
+                    assert!(shape.values * values.div_ceil(MOST_VALUES) >= values);
+                    for group in [1, 16, 17, 64] {
+                        let choice = decode(&shape, group, optin).expect("a stage fits");
+                        assert!(choice.shared <= optin, "{}: {} bytes", choice.key, choice.shared);
+                    }
+                    match tile(&shape, optin) {
+                        Some(choice) => assert!(choice.shared <= optin, "{}", choice.key),
+                        None => assert!(optin < 200_000 && shape.width > 256, "{width}, {values}"),
+                    }
+                }
+            }
+        }
+        assert!(Shape::of(MOST_WIDTH + 1, 1).is_none() && Shape::of(1, MOST_WIDTH + 1).is_none());
+    }
+}
