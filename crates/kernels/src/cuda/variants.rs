@@ -110,12 +110,16 @@ fn select() -> Vec<Key> {
 
 /// Few query vectors: each width of a head, each number of rows, a soft cap once.
 fn decode() -> Vec<Key> {
-    const SOME: [[i64; 7]; 5] = [
-        [1, 128, 128, 16, 4, 0, 2],
-        [1, 128, 128, 32, 3, 1, 1],
-        [2, 64, 64, 16, 6, 0, 2],
-        [1, 256, 256, 16, 2, 0, 1],
-        [2, 128, 128, 64, 3, 0, 1],
+    const SOME: [[i64; 7]; 9] = [
+        [1, 64, 64, 16, 3, 0, 3],
+        [2, 64, 64, 64, 4, 1, 2],
+        [1, 128, 128, 16, 3, 0, 2],
+        [2, 128, 128, 16, 3, 1, 2],
+        [2, 128, 128, 32, 3, 1, 2],
+        [1, 128, 128, 64, 3, 0, 2],
+        [1, 192, 128, 16, 2, 0, 2],
+        [2, 256, 256, 16, 3, 0, 1],
+        [1, 512, 256, 16, 2, 1, 1],
     ];
     let names = ["KV_TYPE", "WIDTH", "VALUES", "ROWS", "STAGES", "GENERAL", "RESIDENT"];
     SOME.iter().map(|values| with_all(Key::new(Unit::DECODE, "decode"), names, *values)).collect()
@@ -123,15 +127,25 @@ fn decode() -> Vec<Key> {
 
 /// Many query vectors: each width of a head, each source, a soft cap once.
 fn tile() -> Vec<Key> {
-    const SOME: [[i64; 9]; 5] = [
-        [1, 0, 128, 128, 8, 1, 64, 0, 1],
-        [1, 1, 128, 128, 8, 1, 64, 0, 1],
-        [2, 2, 128, 128, 8, 1, 64, 0, 1],
-        [2, 0, 64, 64, 4, 1, 64, 1, 1],
-        [1, 1, 256, 256, 8, 1, 32, 0, 1],
+    const SOME: [[i64; 9]; 8] = [
+        [1, 0, 128, 128, 4, 2, 64, 0, 2],
+        [2, 0, 128, 128, 4, 2, 64, 1, 2],
+        [1, 1, 128, 128, 4, 2, 64, 0, 2],
+        [2, 2, 128, 128, 4, 2, 64, 0, 2],
+        [1, 0, 64, 64, 4, 2, 64, 1, 2],
+        [2, 1, 192, 128, 8, 1, 64, 0, 1],
+        [1, 1, 256, 256, 8, 1, 64, 1, 1],
+        [2, 0, 512, 256, 4, 1, 32, 0, 1],
     ];
     let names = ["KV_TYPE", "SOURCE", "WIDTH", "VALUES", "WARPS", "SPREAD", "KEYS", "GENERAL", "RESIDENT"];
-    SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect()
+    let mut keys: Vec<Key> =
+        SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect();
+    // Over blocks, the mods that need most registers: score mods, then mask mods, as `cu/mods.cuh` numbers them.
+    let blocks = with_all(Key::new(Unit::TILE, "tile"), names, SOME[3]);
+    keys.push(blocks.clone().with("SCORES", 0).with("MASKS", 1).with("MASK_0", 1));
+    let scores = blocks.with("SCORES", 2).with("SCORE_0", 1).with("SCORE_1", 3);
+    keys.push(scores.with("MASKS", 2).with("MASK_0", 2).with("MASK_1", 3));
+    keys
 }
 
 /// Entries from place to place, by a list in memory and by one in the parameter; the synthetic generator; partial results.

@@ -24,6 +24,18 @@
 #ifndef SCORE_3
 #define SCORE_3 0
 #endif
+#ifndef SCORE_4
+#define SCORE_4 0
+#endif
+#ifndef SCORE_5
+#define SCORE_5 0
+#endif
+#ifndef SCORE_6
+#define SCORE_6 0
+#endif
+#ifndef SCORE_7
+#define SCORE_7 0
+#endif
 
 constexpr u32 THREADS = 32 * WARPS;
 constexpr u32 WARP_ROWS = 16 * SPREAD, QUERIES = WARPS * WARP_ROWS;
@@ -32,9 +44,10 @@ constexpr u32 Q_BYTES = QUERIES * WIDTH * 2;
 constexpr u32 STEPS = WIDTH / 16, COLUMNS = VALUES / 8, TILES = KEYS / 8;
 constexpr bool MODDED = SOURCE == BLOCKS && SCORES + MASKS > 0;
 // The score mods that only hide keys are taken for masks; whether some hides, and whether some does more.
-#define MSTAR_EITHER(WHICH) \
-    ((SCORES > 0 && WHICH(SCORE_0)) || (SCORES > 1 && WHICH(SCORE_1)) || (SCORES > 2 && WHICH(SCORE_2)) || \
-     (SCORES > 3 && WHICH(SCORE_3)))
+#define MSTAR_EITHER(WHICH)                                                                                            \
+    ((SCORES > 0 && WHICH(SCORE_0)) || (SCORES > 1 && WHICH(SCORE_1)) || (SCORES > 2 && WHICH(SCORE_2)) ||           \
+     (SCORES > 3 && WHICH(SCORE_3)) || (SCORES > 4 && WHICH(SCORE_4)) || (SCORES > 5 && WHICH(SCORE_5)) ||           \
+     (SCORES > 6 && WHICH(SCORE_6)) || (SCORES > 7 && WHICH(SCORE_7)))
 #define MSTAR_HIDES(MOD) ((MOD) == SCORE_CAUSAL)
 #define MSTAR_CHANGES(MOD) ((MOD) > SCORE_CAUSAL)
 constexpr bool CAUSAL_MOD = MSTAR_EITHER(MSTAR_HIDES), CHANGING = MSTAR_EITHER(MSTAR_CHANGES);

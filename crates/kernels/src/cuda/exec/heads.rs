@@ -21,6 +21,9 @@ const MOST_WIDTH: usize = 512;
 /// The most value columns of a pass: a warp's sums of 16 rows fill half of its registers.
 const MOST_VALUES: usize = 256;
 
+/// The most of a decode kernel of 64 rows, where a warp has the scores of all keys of a tile beside its sums.
+const MOST_VALUES_OF_64: usize = 128;
+
 /// Shared memory that the system takes of each block.
 const RESERVED: u32 = 1024;
 
@@ -31,10 +34,11 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
     if !half || geometry.q_dtype != geometry.kv_dtype || context.arch() < (8, 0) {
         return None;
     }
-    let shape = Shape::of(geometry.head_dim_qk, geometry.head_dim_vo)?;
+    let (width, values) = (geometry.head_dim_qk, geometry.head_dim_vo);
     let optin = context.shared_per_block_optin();
     let decodes = work.stored == Stored::Heads && walk == Walk::Few;
-    let choice = if decodes { decode(&shape, geometry.group(), optin) } else { tile(&shape, optin) }?;
+    let choice =
+        if decodes { decode(width, values, geometry.group(), optin) } else { tile(width, values, optin) }?;
     let variant = &work.variant;
     let general = variant.logits_soft_cap.is_some() || variant.alibi;
     let mut key = choice.key.with("KV_TYPE", number(geometry.kv_dtype)).with("GENERAL", general.into());
@@ -56,11 +60,12 @@ struct Shape {
 }
 
 impl Shape {
-    fn of(width: usize, values: usize) -> Option<Shape> {
+    /// For heads of such widths, with up to `most` value columns a pass.
+    fn of(width: usize, values: usize, most: usize) -> Option<Shape> {
         if width == 0 || values == 0 || width.max(values) > MOST_WIDTH {
             return None;
         }
-        let passes = values.div_ceil(MOST_VALUES);
+        let passes = values.div_ceil(most);
         Some(Shape {
             width: width.next_multiple_of(64),
             values: values.div_ceil(passes).next_multiple_of(64),
@@ -79,7 +84,7 @@ fn share(optin: u32, resident: u32) -> usize {
 }
 
 /// Few query vectors: as many tiles in flight as fit, several blocks a multiprocessor where they do.
-fn decode(shape: &Shape, group: usize, optin: u32) -> Option<Choice> {
+fn decode(width: usize, values: usize, group: usize, optin: u32) -> Option<Choice> {
     // A row of several query tokens has at most 16 query vectors a key head; see `Family::of`.
     let rows = if group <= 16 {
         16
@@ -88,6 +93,7 @@ fn decode(shape: &Shape, group: usize, optin: u32) -> Option<Choice> {
     } else {
         64
     };
+    let shape = Shape::of(width, values, if rows == 64 { MOST_VALUES_OF_64 } else { MOST_VALUES })?;
     // The queries, later joined states; and what the warps' largest scores, sums and factors take.
     let fixed = (2 * rows * shape.width).max(16 << 10) + 1024;
     let most = if shape.width.max(shape.values) <= 64 && rows == 16 { 3 } else { 2 };
@@ -138,11 +144,12 @@ impl Build {
 }
 
 /// Tiles of queries.
-fn tile(shape: &Shape, optin: u32) -> Option<Choice> {
+fn tile(width: usize, values: usize, optin: u32) -> Option<Choice> {
+    let shape = Shape::of(width, values, MOST_VALUES)?;
     let build = BUILDS.iter().find(|build| {
         // Two times 16 rows of sums 128 wide fill a warp's registers.
         let fits = build.spread == 1 || shape.values <= 128;
-        fits && build.shared(shape) <= share(optin, build.resident)
+        fits && build.shared(&shape) <= share(optin, build.resident)
     })?;
     let key = Key::new(Unit::TILE, "tile")
         .with("WIDTH", shape.width as i64)
@@ -151,7 +158,7 @@ fn tile(shape: &Shape, optin: u32) -> Option<Choice> {
         .with("SPREAD", build.spread as i64)
         .with("KEYS", build.keys as i64)
         .with("RESIDENT", build.resident.into());
-    Some(Choice { key, threads: 32 * build.warps as u32, shared: build.shared(shape) as u32 })
+    Some(Choice { key, threads: 32 * build.warps as u32, shared: build.shared(&shape) as u32 })
 }
 
 #[cfg(test)]
@@ -164,20 +171,19 @@ mod tests {
         for optin in [232_448, 166_912] {
             for width in 1..=MOST_WIDTH {
                 for values in [1, 63, 64, 65, 128, 192, 256, 257, 384, MOST_WIDTH] {
-                    let shape = Shape::of(width, values).expect("no wider than the widest");
-                    assert!(shape.width >= width && shape.values <= MOST_VALUES);
-                    assert!(shape.values * values.div_ceil(MOST_VALUES) >= values);
                     for group in [1, 16, 17, 64] {
-                        let choice = decode(&shape, group, optin).expect("a stage fits");
+                        let choice = decode(width, values, group, optin).expect("a stage fits");
                         assert!(choice.shared <= optin, "{}: {} bytes", choice.key, choice.shared);
                     }
-                    match tile(&shape, optin) {
+                    match tile(width, values, optin) {
                         Some(choice) => assert!(choice.shared <= optin, "{}", choice.key),
-                        None => assert!(optin < 200_000 && shape.width > 256, "{width}, {values}"),
+                        None => assert!(optin < 200_000 && width > 256, "{width}, {values}"),
                     }
                 }
             }
         }
-        assert!(Shape::of(MOST_WIDTH + 1, 1).is_none() && Shape::of(1, MOST_WIDTH + 1).is_none());
+        assert!(
+            tile(MOST_WIDTH + 1, 1, 232_448).is_none() && decode(1, MOST_WIDTH + 1, 1, 232_448).is_none()
+        );
     }
 }
