@@ -285,6 +285,15 @@ impl WorkList {
         Ok(())
     }
 
+    /// What a captured run over the list takes for granted, as a number: kernels, grids and where the list lies on the device.
+    /// `None` for a list that is not staged on a device.
+    pub fn capture_key(&self) -> Option<u64> {
+        #[cfg(feature = "cuda")]
+        return self.staged.capture_key();
+        #[cfg(not(feature = "cuda"))]
+        None
+    }
+
     /// The geometry that the list was made for; over latents, one key head whose value is part of its key.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry

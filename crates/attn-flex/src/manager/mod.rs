@@ -308,6 +308,19 @@ impl Attention for FlexAttention {
         self.shelf.get(plan).map(|staged| staged.work).unwrap_or_default()
     }
 
+    fn capture_key(&self, plan: &PlanId) -> Option<u64> {
+        self.shelf.get(plan).ok()?.capture_key()
+    }
+
+    /// The ring's `upsert`, whose bookkeeping a replay does not repeat.
+    fn write_fresh(&self, forward: &Forward<'_>, fresh: KvEntries<'_>) -> Result<bool> {
+        let KvEntries::Nhd { k, v } = fresh else {
+            return self.refuse("a ring holds keys and values a head, not latents");
+        };
+        self.ring.upsert(forward.plan_id(), forward.layer(), k, v, forward.stream())?;
+        Ok(true)
+    }
+
     fn kernel(&self, plan: &PlanId) -> Option<String> {
         let staged = self.shelf.get(plan).ok()?;
         let groups = self.ring.groups().geometries.len();

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
-use mstar_core::attend::pages::{EagerSlotKey, WorkspacePool};
+use mstar_core::attend::pages::{EagerSlotKey, WorkspacePool, key_of};
 use mstar_core::attend::{IndexBuf, Work};
 use mstar_core::kv::{RingConfig, RingGroups, RingPlan};
 use mstar_core::{Error, PlanId, ResourceName, Result, StepSerial};
@@ -41,6 +41,13 @@ impl Staged {
     pub(super) fn plan(&self, group: usize) -> &Plan {
         let group = if planted("flex-wrong-geometry") { 0 } else { group };
         self.groups[group].1.as_ref().expect("a stored label has planned every group")
+    }
+
+    /// What captured runs take for granted: of every group its kernels, grids and list, and where the scratch lies.
+    pub(super) fn capture_key(&self) -> Option<u64> {
+        let scratch = self.workspace().ok()?.view().ok()?.as_mut_ptr().addr() as u64;
+        let plans = self.groups.iter().map(|(_, plan)| plan.as_ref()?.work().capture_key());
+        Some(key_of(&plans.chain([Some(scratch)]).collect::<Option<Vec<u64>>>()?))
     }
 
     /// `[R]` i64: packed index of each real row's last token, where layers run.

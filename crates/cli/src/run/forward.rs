@@ -222,8 +222,12 @@ fn attend(
         let label = forward.label().clone();
         let mut unobserved = planned.forward(label.clone(), &stream).unobserved();
         unobserved.set_layer(forward.layer());
-        let record = || room.attend(&mut unobserved, views, write);
         let started = Instant::now();
+        let written = room.write_fresh(&unobserved, &views)?;
+        let record = || match written {
+            true => room.attend_context(&mut unobserved, views),
+            false => room.attend(&mut unobserved, views, write),
+        };
         // SAFETY: the region reads and writes the run's buffers, caches, plans and workspaces on the model's one stream. They
         // outlive the graphs, and `key` tells where those that may move lie.
         let ran = unsafe { graphs.run(&stream, lease, &label, part, key, record)? };

@@ -85,6 +85,20 @@ impl Room {
         }
     }
 
+    /// Writes the layer's entries beside a region that captures [`Room::attend`], where the resource's own run would write them.
+    /// Returns whether it did.
+    ///
+    /// # Errors
+    /// As the resource says.
+    pub(crate) fn write_fresh(&self, forward: &Forward<'_>, views: &Views<'_>) -> mstar_core::Result<bool> {
+        match &self.attends {
+            Attends::Dense(attention) if !attention.requires_kv_write() => {
+                attention.write_fresh(forward, views.entries)
+            }
+            _ => Ok(false),
+        }
+    }
+
     /// Attends what was written before, with the layer's queries alone.
     ///
     /// # Errors

@@ -92,6 +92,16 @@ pub trait Attention: Resource {
         None
     }
 
+    /// Writes one layer's fresh entries as [`Attention::run`] would, for whoever captures runs: what the host notes of a write is no
+    /// part of a graph. Returns whether it did; the captured run is then given no fresh entries.
+    ///
+    /// # Errors
+    /// As [`Attention::run`].
+    fn write_fresh(&self, forward: &Forward<'_>, fresh: KvEntries<'_>) -> Result<bool> {
+        let _ = (forward, fresh);
+        Ok(false)
+    }
+
     /// Which kernel runs this plan, for reports: what runs is said, never guessed.
     fn kernel(&self, plan: &PlanId) -> Option<String> {
         let _ = plan;

@@ -188,10 +188,7 @@ impl<K: Kernel> Plan<K> {
     /// What a captured run of the plan takes for granted, as a number: kernels, grids and where the list lies on the device. A
     /// graph that was captured under another number is captured anew. `None` for a plan that is not staged on a device.
     pub fn capture_key(&self) -> Option<u64> {
-        #[cfg(feature = "cuda")]
-        return self.work.staged.capture_key();
-        #[cfg(not(feature = "cuda"))]
-        None
+        self.work.capture_key()
     }
 
     /// The shapes planned for.

@@ -18,6 +18,9 @@ use super::measure::Made;
 use super::place::Place;
 use super::report::Cost;
 
+/// Makes a case at a place.
+type Make = Box<dyn FnOnce(&Place) -> anyhow::Result<Made>>;
+
 /// A kernel at one shape.
 pub(super) struct Case {
     /// The name that selects it.
@@ -29,7 +32,7 @@ pub(super) struct Case {
     /// Useful work of a call.
     pub(super) cost: Cost,
     /// Allocates and fills what a call needs.
-    pub(super) make: Box<dyn FnOnce(&Place) -> anyhow::Result<Made>>,
+    pub(super) make: Make,
 }
 
 /// Every case of a place, large shapes or small ones.
