@@ -180,7 +180,10 @@ pub fn fault(key: &Key, resources: &Resources) -> Option<String> {
 }
 
 fn fault_but_for(excuses: &[Excuse], key: &Key, resources: &Resources) -> Option<String> {
-    let Resources { spill_stores, spill_loads, stack, serialised, .. } = *resources;
+    let Resources { registers, spill_stores, spill_loads, stack, serialised, shared: _ } = *resources;
+    if registers == 0 {
+        return Some("the compiler did not say what it takes".into());
+    }
     if serialised > 0 {
         return Some(format!("{serialised} warnings of serialised matrix instructions"));
     }

@@ -3,7 +3,7 @@
 /// Resources of one kernel, as `ptxas -v` tells them; the most of any function, where a kernel calls some that were not inlined.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resources {
-    /// 32-bit registers a thread at the entry.
+    /// 32-bit registers a thread at the entry; 0 when the compiler did not say what the kernel takes.
     pub registers: u32,
     /// Bytes a thread stores to spilled registers.
     pub spill_stores: u32,
@@ -18,11 +18,11 @@ pub struct Resources {
 }
 
 impl Resources {
-    /// Whether the kernel touches local memory, or its matrix instructions are serialised: what no shipped kernel may do
-    /// without a reason.
+    /// Whether the kernel is known to leave local memory alone and to have no matrix instructions serialised: what a shipped kernel
+    /// may not do without a reason.
     pub fn is_clean(&self) -> bool {
-        let Resources { registers: _, spill_stores, spill_loads, stack, shared: _, serialised } = *self;
-        spill_stores == 0 && spill_loads == 0 && stack == 0 && serialised == 0
+        let Resources { registers, spill_stores, spill_loads, stack, shared: _, serialised } = *self;
+        registers > 0 && spill_stores == 0 && spill_loads == 0 && stack == 0 && serialised == 0
     }
 
     /// Reads what a log says of one kernel; `None` when it says nothing of its registers.
