@@ -29,7 +29,6 @@ DEVICE U4 key_lanes(const u8* key, u32 at, u32 width) {
     if (KEY_TYPE != 3 && KEYS_ALIGNED) return at < width ? load16(key + at * 2) : U4{0, 0, 0, 0};
     u32 words[4];
     if (KEY_TYPE == 3) {
-        // A key of a multiple of 4 bytes starts at one.
         u32 codes[2] = {0, 0};
         if (at < width) codes[0] = *reinterpret_cast<const u32*>(key + at);
         if (at + 4 < width) codes[1] = *reinterpret_cast<const u32*>(key + at + 4);
@@ -188,8 +187,9 @@ MSTAR_KERNEL(scores_plain, Scores, 128, 4) {
             total = fused(p.weights[i64(row) * p.weight_token + head], relu(sum), total);
         }
         if (KEY_TYPE == 3) {
-            // A key is a multiple of 4 bytes, and starts at one.
-            total *= *reinterpret_cast<const float*>(at + p.width);
+            // A key may start anywhere.
+            const u8* scale = at + p.width;
+            total *= bits_float(u32(scale[0]) | u32(scale[1]) << 8 | u32(scale[2]) << 16 | u32(scale[3]) << 24);
         }
         out[key] = total;
     }

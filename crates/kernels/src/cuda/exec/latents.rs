@@ -37,6 +37,12 @@ pub(super) fn choose(work: &WorkList, walk: Walk, context: &Context) -> Option<C
     variant(Key::new(Unit::LATENT, "latent_attend"), geometry, largest, most, context)
 }
 
+/// Blocks that can share an item of a kernel.
+pub(super) fn pieces(key: &Key) -> usize {
+    let said = key.defines.as_slice().iter().find(|(name, _)| *name == "PIECES");
+    said.map_or(1, |&(_, pieces)| pieces.max(1) as usize)
+}
+
 /// The variant of a kernel for items of mostly up to `usual` query vectors, at most `most`.
 pub(super) fn variant(
     key: Key,

@@ -238,7 +238,8 @@ impl OnDevice {
             readies.into_iter().zip(work_of).zip([Walk::Few as u32, Walk::Many as u32, pieces])
         {
             if let Some(ready) = ready {
-                let blocks = (ready.most_blocks as usize).min(if work.fixed { usize::MAX } else { work_of });
+                let units = work_of.saturating_mul(latents::pieces(&ready.key));
+                let blocks = (ready.most_blocks as usize).min(if work.fixed { usize::MAX } else { units });
                 (ready.blocks, ready.walk) = (blocks as u32, walk);
             }
         }

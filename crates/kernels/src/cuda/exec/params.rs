@@ -28,11 +28,18 @@ impl View {
 
     /// Whether every row of the tensor starts on 16 bytes. An axis of one entry is never stepped along.
     pub(crate) fn aligned(tensor: &TensorRef<'_>) -> bool {
+        View::aligned_to(tensor, 16)
+    }
+
+    /// Whether every row of the tensor starts on a multiple of so many bytes.
+    pub(crate) fn aligned_to(tensor: &TensorRef<'_>, bytes: usize) -> bool {
         let size = tensor.dtype().size();
         let outer = tensor.shape().len().saturating_sub(1);
         let steps = tensor.shape()[..outer].iter().zip(tensor.strides());
-        (tensor.as_ptr() as usize).is_multiple_of(16)
-            && steps.into_iter().all(|(&extent, &stride)| extent <= 1 || (stride * size).is_multiple_of(16))
+        (tensor.as_ptr() as usize).is_multiple_of(bytes)
+            && steps
+                .into_iter()
+                .all(|(&extent, &stride)| extent <= 1 || (stride * size).is_multiple_of(bytes))
     }
 }
 

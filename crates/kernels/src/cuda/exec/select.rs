@@ -100,11 +100,12 @@ fn choose(q: DType, format: KeyFormat, heads: usize, width: usize, aligned: bool
     let depth = width.next_multiple_of(32);
     // Queries of all heads, padded to eight, and their weights.
     let shared = heads.next_multiple_of(8) * ((depth * 2).next_multiple_of(128) + 64 + 4);
-    let served = q != DType::F32 && (keys == number(q) || keys == 3);
+    // Codes are read four at once.
+    let served = q != DType::F32 && (keys == number(q) || keys == 3 && aligned);
     if !served || depth > MAX_DEPTH || shared > room as usize {
         return Choice { key: Key { entry: "scores_plain", ..key }, threads: 128, shared: 0, blocks: 4 };
     }
-    let aligned = format == KeyFormat::Fp8 || (aligned && width.is_multiple_of(8));
+    let aligned = aligned && (format == KeyFormat::Fp8 || width.is_multiple_of(8));
     let blocks = if aligned && 2 * (shared + 1024) <= room as usize { 2 } else { 1 };
     let key = key
         .with("DEPTH", depth as i64)
@@ -114,10 +115,15 @@ fn choose(q: DType, format: KeyFormat, heads: usize, width: usize, aligned: bool
     Choice { key, threads: 192, shared: shared as u32, blocks: blocks as u32 }
 }
 
+/// What keys' addresses are to be multiples of, for the loads of tensor cores' kernels.
+fn alignment(format: KeyFormat) -> usize {
+    if format == KeyFormat::Fp8 { 4 } else { 16 }
+}
+
 /// Compiles and loads what selecting with such an indexer will run.
 pub(crate) fn prepare(device: Device, q: DType, format: KeyFormat, heads: usize, width: usize) -> Result<()> {
     let room = Context::of(device)?.shared_per_block_optin();
-    let aligned = format.bytes(width).is_multiple_of(16);
+    let aligned = format.bytes(width).is_multiple_of(alignment(format));
     let scores = choose(q, format, heads, width, aligned, room).key;
     // Keys come in the queries' type.
     jit::prepare(device, &[scores, Key::new(Unit::TOPK, "topk"), storing(q, format)])
@@ -136,7 +142,8 @@ fn score(
     let context = Context::of(stream.device())?;
     let [_, heads, width] = [0, 1, 2].map(|axis| call.q.shape()[axis]);
     let (room, keys) = (context.shared_per_block_optin(), table.max_keys().max(fill));
-    let choice = choose(call.q.dtype(), call.format, heads, width, View::aligned(&call.keys), room);
+    let aligned = View::aligned_to(&call.keys, alignment(call.format));
+    let choice = choose(call.q.dtype(), call.format, heads, width, aligned, room);
     let function = jit::function(stream.device(), &choice.key)?;
     let slots = context.sm_count() * choice.blocks;
     // Long chunks load queries seldom; short ones are spread evenly.
