@@ -377,6 +377,60 @@ fn modules_that_are_none_are_refused() {
     assert!(refused.unwrap_err().to_string().contains("kernel cache"));
 }
 
+/// A plan is made and sent while the stream is held up: neither waits for it.
+#[cfg(feature = "paged")]
+#[test]
+fn f19_planning_never_waits_for_the_stream() {
+    use crate::paged::{Geometry, PageTable, ScheduleOptions, Target, Variant, schedule};
+    use std::time::Duration;
+
+    if context().is_none() {
+        return;
+    }
+    let owned = OwnedStream::new(DEVICE).unwrap();
+    let stream = owned.stream();
+    let geometry = Geometry {
+        num_qo_heads: 2,
+        num_kv_heads: 1,
+        head_dim_qk: 32,
+        head_dim_vo: 32,
+        page_size: 16,
+        q_dtype: DType::F32,
+        kv_dtype: DType::F32,
+    };
+    let options = ScheduleOptions { target: Target::of(DEVICE), ..ScheduleOptions::default() };
+    let mut work = crate::work::WorkList::default();
+    let mut plan = |last: i32| {
+        let table = PageTable {
+            qo_indptr: &[0, 1],
+            kv_indptr: &[0, 2],
+            kv_indices: &[3, 1],
+            kv_last_page_len: &[last],
+            num_pages: 4,
+            ..PageTable::default()
+        };
+        schedule(&geometry, &Variant::causal(32), &table, &options, &mut work).unwrap();
+        work.stage(&stream).unwrap();
+    };
+    // The first one builds its kernels and takes its memory.
+    plan(1);
+    stream.synchronize().unwrap();
+    let (open, gate) = mpsc::channel::<()>();
+    let (passed, seen) = mpsc::channel();
+    let held = move || {
+        // So that a plan that waits fails, and does not hang.
+        let opened = gate.recv_timeout(Duration::from_secs(60)).is_ok();
+        passed.send(opened).expect("the test waits for it");
+    };
+    call_host(&stream, held).unwrap();
+    plan(2);
+    plan(3);
+    assert!(seen.try_recv().is_err(), "planning went on only when the stream did");
+    open.send(()).unwrap();
+    stream.synchronize().unwrap();
+    assert_eq!(seen.recv(), Ok(true));
+}
+
 #[test]
 fn peaks_are_measured_and_strange_tensors_refused() {
     if context().is_none() {

@@ -12,7 +12,7 @@ mod work;
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::ThreadId;
 use std::time::Instant;
 
@@ -79,6 +79,8 @@ struct EventState {
     passed: Option<Instant>,
     capture: Option<usize>,
 }
+
+static DEVICE: OnceLock<&Emulated> = OnceLock::new();
 
 fn fail<T>(call: &'static str, code: i32) -> Called<T> {
     Err(Failed { call, code })
@@ -147,7 +149,8 @@ impl Emulated {
             functions: HashMap::new(),
             graphs: HashMap::new(),
         };
-        Box::leak(Box::new(Emulated { state: Mutex::new(state), turn: Mutex::new(()) }))
+        DEVICE
+            .get_or_init(|| Box::leak(Box::new(Emulated { state: Mutex::new(state), turn: Mutex::new(()) })))
     }
 
     /// A kernel that panicked left the books whole: nothing is run while they are held.
@@ -180,6 +183,25 @@ impl Emulated {
             Some(failed) => Err(failed),
             None => Ok(()),
         }
+    }
+
+    /// Runs what was put in for somebody who asks and does not wait: beside them, where a function of the host is among it, which may
+    /// take as long as it likes.
+    fn run_unwaited(&self) -> Called<()> {
+        if !self.state().waiting.iter().any(|(_, work)| matches!(work, Work::Call { .. }))
+            && self.turn.try_lock().is_ok()
+        {
+            return self.run_waiting();
+        }
+        if let Some(device) = DEVICE.get() {
+            // What goes wrong there is kept, and told to the next who waits.
+            std::thread::spawn(|| {
+                if let Err(failed) = device.run_waiting() {
+                    device.state().fault.get_or_insert(failed);
+                }
+            });
+        }
+        Ok(())
     }
 
     fn run(&self, work: &Work) {
@@ -348,8 +370,8 @@ impl Api for Emulated {
                 return Ok(true);
             }
         }
-        // "Not yet", and by the next time it has run.
-        self.run_waiting()?;
+        // "Not yet", and before long it has run.
+        self.run_unwaited()?;
         Ok(false)
     }
 
@@ -401,7 +423,7 @@ impl Api for Emulated {
                 return Ok(true);
             }
         }
-        self.run_waiting()?;
+        self.run_unwaited()?;
         Ok(false)
     }
 
