@@ -1,6 +1,8 @@
 //! Every body against the oracle, and what may not change a bit.
 
 mod batch;
+#[cfg(feature = "emulator")]
+mod device;
 mod faults;
 mod invariance;
 mod oracle;
