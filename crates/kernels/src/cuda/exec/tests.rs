@@ -1,6 +1,8 @@
 //! Lists run by a device's blocks, on whatever device there is: the emulated one under the feature `emulator`.
 
 #[cfg(feature = "paged")]
+mod heads;
+#[cfg(feature = "paged")]
 mod paged;
 
 use crate::cuda::{Context, OwnedStream};
