@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::mutant::planted;
-use crate::paged::{APPEND_LEAF, Family, ScheduleOptions, Stored, Variant};
+use crate::paged::{APPEND_LEAF, Family, ScheduleOptions, Stored, Target, Variant};
 use crate::work::{NO_MASK, Row, WorkList};
 
 use super::{Blocks, Geometry};
@@ -29,7 +29,7 @@ pub fn schedule(
     list.start(Stored::Blocks, &shapes, &full, geometry.batch * heads * blocks.q_len);
     list.blocks.partial.clear();
     list.blocks.positions.clear();
-    each_row(geometry, blocks, |row, first| {
+    each_row(geometry, blocks, leaf_keys(options.target), |row, first| {
         list.rows.push(row);
         if let Some(at) = first {
             let visible = at..at + row.page_count as usize;
@@ -59,14 +59,28 @@ pub fn schedule(
     Ok(())
 }
 
+/// Visible keys of a leaf on a device: few queries over a ring's keys make few tiles, and many multiprocessors want work.
+const DEVICE_LEAF: u32 = 1024;
+
+/// Visible keys of a leaf, whatever the number of queries: several streams may stand side by side along `L`.
+fn leaf_keys(target: Target) -> u32 {
+    match target {
+        Target::Threads => APPEND_LEAF,
+        Target::Blocks => DEVICE_LEAF,
+    }
+}
+
 /// Gives each row to `take`, with where its blocks start in `indices` when they are to be appended to the list's pages;
 /// `None` for a row whose blocks are there already.
-fn each_row(geometry: &Geometry, blocks: &Blocks<'_>, mut take: impl FnMut(Row, Option<usize>)) {
+fn each_row(
+    geometry: &Geometry,
+    blocks: &Blocks<'_>,
+    leaf_keys: u32,
+    mut take: impl FnMut(Row, Option<usize>),
+) {
     let heads = if blocks.heads > 1 { geometry.num_qo_heads } else { 1 };
     let q_blocks = blocks.q_blocks();
     let family = Family::Tile;
-    // Whatever the number of queries: several streams may stand side by side along `L`.
-    let leaf_keys = APPEND_LEAF;
     let list = |plane: usize, block: usize| {
         let at = plane * q_blocks + block;
         (blocks.indptr[at] as usize, blocks.indptr[at + 1] as usize)
@@ -124,7 +138,7 @@ pub fn is_for(list: &WorkList, geometry: &Geometry, blocks: &Blocks<'_>) -> bool
         return false;
     }
     let (mut rows, mut pages, mut same) = (0, 0, true);
-    each_row(geometry, blocks, |row, first| {
+    each_row(geometry, blocks, leaf_keys(list.target), |row, first| {
         same &= list.rows.get(rows) == Some(&row);
         rows += 1;
         if let (true, Some(at)) = (same, first) {

@@ -33,7 +33,6 @@ impl fmt::Debug for StagedList {
 }
 
 impl StagedList {
-    #[cfg(any(feature = "paged", feature = "mla"))]
     /// What a captured run takes for granted; `None` while the device has no list.
     pub(crate) fn capture_key(&self) -> Option<u64> {
         let on = self.0.as_ref().filter(|on| on.current)?;
