@@ -215,7 +215,7 @@ fn workspaces(
     let each = each as u128;
     let rows = largest.rows.max(spec.graph.as_ref().and_then(|g| g.buckets.last().copied()).unwrap_or(0));
     let (indices, listed) = match indices {
-        true => ((2 * rows as u128 + 1) * 4, format!(" + indices of {rows} rows x 8 B + 4 B")),
+        true => ((4 * rows as u128 + 1) * 4, format!(" + indices of {rows} rows x 16 B + 4 B")),
         false => (0, String::new()),
     };
     let Places { main_slots, forks, fork_slots } = Places::of(spec);
