@@ -241,6 +241,7 @@ mod tests {
         assert_eq!(rank(Device::Cpu, heads(64), &plain), Ok(Rank::FAST));
         assert_eq!(rank(Device::Cpu, heads(7), &plain), Ok(Rank::PORTABLE));
         assert!(rank(Device::Cpu, heads(513), &plain).unwrap_err().contains("513"));
+        #[cfg(not(feature = "cuda"))]
         assert!(rank(Device::Cuda(0), heads(64), &plain).unwrap_err().contains("cuda"));
         let latents = KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 };
         assert!(rank(Device::Cpu, latents, &plain).unwrap_err().contains("not latents"));
