@@ -52,9 +52,9 @@ struct Fetch {
     Job job;
     Keys keys;
     u32 tile, tile_end;
-    i32 page;  // of this lane's key in the next tile; -1: no query sees it
+    u64 at;  // of this lane's key (lanes 0-15) or value (16-31) in the next tile; 0: not seen
 };
-// Which key of the next tile is this lane's, and its page.
+// Which key of the next tile is this lane's, and where it lies.
 DEVICE void locate(const Attend& p, Fetch& f) {
     u32 base = f.tile * 64, key = base + 16 * warp() + (lane() & 15);
     bool seen = key >= f.job.reach.lo && key < f.job.reach.hi;
@@ -68,7 +68,11 @@ DEVICE void locate(const Attend& p, Fetch& f) {
         }
         seen = seen && (bits >> (key - base) & 1);
     }
-    f.page = seen ? page_at<PAGES>(f.keys, key) : -1;
+    f.at = 0;
+    if (seen) {
+        Place2 place = key_at<PAGES>(f.keys, key);
+        f.at = lane() < 16 ? place.k : place.v;
+    }
 }
 // Goes to the next tile that there is, if any.
 DEVICE void settle(const Attend& p, Fetch& f, bool opened) {
@@ -87,41 +91,37 @@ DEVICE void settle(const Attend& p, Fetch& f, bool opened) {
         opened = true;
     }
 }
-// What lane `of` has.
-DEVICE u64 address_of(u64 at, u32 of) { return u64(shfl_idx(u32(at), of)) | u64(shfl_idx(u32(at >> 32), of)) << 32; }
+// What lane `of` located.
+DEVICE u64 address_of(const Fetch& f, u32 of) {
+    return u64(shfl_idx(u32(f.at), of)) | u64(shfl_idx(u32(f.at >> 32), of)) << 32;
+}
 // Starts the copies of this warp's 16 keys and values of the next tile, and closes their group; an empty one past the end.
 DEVICE void fetch(const Attend& p, Fetch& f, u8* stage, bool whole) {
     if (f.job.index < f.job.end) {
         constexpr u32 K_CHUNKS = WIDTH / 8, V_CHUNKS = VALUES / 8;
         const u32 thread = opaque(thread_x()), l = thread % 32, first = thread / 32 * 16;
         u32 width = p.Dv - f.job.column;
-        // Lanes 0-15 know where their keys lie, lanes 16-31 where the values of the same keys do.
-        u64 at_of_lane = 0;
-        if (f.page >= 0) {
-            Place2 place = key_in<PAGES>(f.keys, f.tile * 64 + first + (l & 15), f.page);
-            at_of_lane = l < 16 ? place.k : place.v;
-        }
         if (whole) {
             UNROLL
             for (u32 i = 0; i < 16 * K_CHUNKS / 32; i++) {
                 u32 at = i * 32 + l, r = at / K_CHUNKS, chunk = at % K_CHUNKS;
-                bring(chunk_at<WIDTH>(stage, first + r, chunk), address_of(at_of_lane, r), p.D, chunk);
+                bring(chunk_at<WIDTH>(stage, first + r, chunk), address_of(f, r), p.D, chunk);
             }
             UNROLL
             for (u32 i = 0; i < 16 * V_CHUNKS / 32; i++) {
                 u32 at = i * 32 + l, r = at / V_CHUNKS, chunk = at % V_CHUNKS;
-                bring(chunk_at<VALUES>(stage + K_BYTES, first + r, chunk), address_of(at_of_lane, 16 + r), width, chunk);
+                bring(chunk_at<VALUES>(stage + K_BYTES, first + r, chunk), address_of(f, 16 + r), width, chunk);
             }
         } else {
             NO_UNROLL
             for (u32 at = l; at < 16 * K_CHUNKS; at += 32) {
                 u32 r = at / K_CHUNKS, chunk = at % K_CHUNKS;
-                bring_slowly(chunk_at<WIDTH>(stage, first + r, chunk), address_of(at_of_lane, r), p.D, chunk);
+                bring_slowly(chunk_at<WIDTH>(stage, first + r, chunk), address_of(f, r), p.D, chunk);
             }
             NO_UNROLL
             for (u32 at = l; at < 16 * V_CHUNKS; at += 32) {
                 u32 r = at / V_CHUNKS, chunk = at % V_CHUNKS;
-                bring_slowly(chunk_at<VALUES>(stage + K_BYTES, first + r, chunk), address_of(at_of_lane, 16 + r), width,
+                bring_slowly(chunk_at<VALUES>(stage + K_BYTES, first + r, chunk), address_of(f, 16 + r), width,
                              chunk);
             }
         }
@@ -354,7 +354,7 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
     job.index = span.begin + block_x(), job.end = span.end;
     open(p, job);
     Fetch ahead;
-    ahead.job = job, ahead.tile = ahead.tile_end = 0, ahead.page = -1;
+    ahead.job = job, ahead.tile = ahead.tile_end = 0, ahead.at = 0;
     settle(p, ahead, true);
     for (u32 i = 0; i < STAGES; i++) fetch(p, ahead, memory + i * STAGE, whole);
     u32 slot = 0;

@@ -108,37 +108,24 @@ DEVICE Keys keys_of(const Attend& p, u32 row_index, const Row& row, u32 kv_head,
     return keys;
 }
 
-// The page of the key at absolute position `at` of the row (over blocks: the at-th visible key), which is below kv_len; 0 where
-// there are no pages. Reading it and computing with it are two functions, so that something may be done in between.
+// The key at absolute position `at` of the row (over blocks: the at-th visible key), which is below kv_len.
 template <u32 OVER>
-DEVICE i32 page_at(const Keys& keys, u32 at) {
-    if (OVER == SEGMENTS) {
-        if (!keys.prefix_pages || at >= keys.segment.prefix_len) return 0;
-        return keys.pages[(u64(at) + keys.segment.prefix_begin) / keys.S];
-    }
-    return keys.pages[(at - keys.kv_offset) / keys.S];
-}
-// Where that key lies in its page.
-template <u32 OVER>
-DEVICE Place2 key_in(const Keys& keys, u32 at, i32 page_id) {
-    i64 page = page_id;
+DEVICE Place2 key_at(const Keys& keys, u32 at) {
     if (OVER == SEGMENTS) {
         if (at >= keys.segment.prefix_len) {
             i64 slot = i64(at - keys.segment.prefix_len) + keys.segment.fresh_begin;
             return Place2{keys.k + u64(slot * keys.k_slot), keys.v + u64(slot * keys.v_slot)};
         }
         u64 slot = u64(at) + keys.segment.prefix_begin;
-        if (keys.prefix_pages) slot %= keys.S;
+        i64 page = 0;
+        if (keys.prefix_pages) page = keys.pages[slot / keys.S], slot %= keys.S;
         return Place2{keys.k_prefix + u64(page * keys.kp_page + i64(slot) * keys.kp_slot),
                       keys.v_prefix + u64(page * keys.vp_page + i64(slot) * keys.vp_slot)};
     }
-    i64 slot = (at - keys.kv_offset) % keys.S;
+    u32 offset = at - keys.kv_offset;
+    i64 page = keys.pages[offset / keys.S], slot = offset % keys.S;
     return Place2{keys.k + u64(page * keys.k_page + slot * keys.k_slot),
                   keys.v + u64(page * keys.v_page + slot * keys.v_slot)};
-}
-template <u32 OVER>
-DEVICE Place2 key_at(const Keys& keys, u32 at) {
-    return key_in<OVER>(keys, at, page_at<OVER>(keys, at));
 }
 
 // Over blocks: which key of the sequence the at-th visible key is, and whether a mask decides whether it is seen.

@@ -138,17 +138,18 @@ DEVICE void advance(const Attend& p, Desk& desk) {
     open(p, desk);
 }
 
-// What this thread reads to find the address of its key, or value, of a tile.
+// The part of a tile's addresses that this thread finds.
 struct Found {
-    i32 page;  // -1: no query sees it
+    u64 at;
     i32 index;
     bool partial;
 };
 DEVICE Found find(const Desk& desk, u32 base) {
     u32 key = base + thread_x() % KEYS;
-    Found found{-1, -1, false};
+    Found found{0, -1, false};
     if (thread_x() < 2 * KEYS && key >= desk.reached.lo && key < desk.reached.hi) {
-        found.page = page_at<SOURCE>(desk.keys, key);
+        Place2 place = key_at<SOURCE>(desk.keys, key);
+        found.at = thread_x() < KEYS ? place.k : place.v + 2 * desk.column;
         if (MODDED) {
             Key of = block_key(desk.keys, key);
             found.index = of.index, found.partial = of.partial;
@@ -157,19 +158,14 @@ DEVICE Found find(const Desk& desk, u32 base) {
     return found;
 }
 // Called by whole warps.
-DEVICE void note(const Desk& desk, u32 base, Addresses& to, const Found& found) {
-    const u32 t = thread_x();
+DEVICE void note(Addresses& to, const Found& found) {
+    u32 t = thread_x();
     if (t >= 2 * KEYS) return;
-    Place2 place{0, 0};
-    if (found.page >= 0) {
-        place = key_in<SOURCE>(desk.keys, base + t % KEYS, found.page);
-        place.v += 2 * desk.column;
-    }
     if (t >= KEYS) {
-        to.v[t - KEYS] = place.v;
+        to.v[t - KEYS] = found.at;
         return;
     }
-    to.k[t] = place.k;
+    to.k[t] = found.at;
     if (MODDED) {
         to.index[t] = found.index;
         u32 bits = ballot(found.partial), last = warp_max(u32(found.index + 1));
@@ -513,9 +509,9 @@ MSTAR_KERNEL(tile, Attend, THREADS, RESIDENT) {
         u32 base = desk.reached.lo / KEYS * KEYS;
         {
             Found found = find(desk, base);
-            note(desk, base, room.of[base / KEYS % 3], found);
+            note(room.of[base / KEYS % 3], found);
             found = find(desk, base + KEYS);
-            note(desk, base + KEYS, room.of[(base / KEYS + 1) % 3], found);
+            note(room.of[(base / KEYS + 1) % 3], found);
         }
         bring_queries<WIDTH, QUERIES, THREADS>(p, desk.q, queries, from, desk.lanes, group, scale.negate);
         block_sync();
@@ -547,11 +543,11 @@ MSTAR_KERNEL(tile, Attend, THREADS, RESIDENT) {
                 fetch(p, room.of[next % 3], stages + next % 2 * STAGE, desk.column);
             }
             cp_async_commit();
-            // The page is on its way while the tile is taken; where mods are asked there is no register for it.
+            // The address is on its way while the tile is taken; where mods are asked there is no register for it.
             Found found = find(desk, base + 2 * KEYS);
-            if (MODDED) note(desk, base + 2 * KEYS, room.of[(base / KEYS + 2) % 3], found);
+            if (MODDED) note(room.of[(base / KEYS + 2) % 3], found);
             step(p, room, queries, stages + base / KEYS % 2 * STAGE, base, state);
-            if (!MODDED) note(desk, base + 2 * KEYS, room.of[(base / KEYS + 2) % 3], found);
+            if (!MODDED) note(room.of[(base / KEYS + 2) % 3], found);
         }
         cp_async_wait<0>();
         leave(p, room, state);
