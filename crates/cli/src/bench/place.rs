@@ -36,6 +36,7 @@ impl Place {
     }
 
     /// Scratch.
+    #[allow(dead_code, reason = "not every backend's cases have any on the CPU")]
     pub(super) fn scratch(&self, bytes: usize) -> anyhow::Result<Buffer> {
         Ok(Buffer::zeroed_on(self.device(), bytes)?)
     }

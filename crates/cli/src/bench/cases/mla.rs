@@ -52,6 +52,7 @@ pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
     let short = |tokens: usize| if quick { tokens / 128 } else { tokens };
     let rows = if quick { 2 } else { 64 };
     let base = Rows { rows, q_len: 1, kv_len: short(16384), heads: 16, dtype: DType::Bf16, picks: 0 };
+    #[cfg_attr(not(feature = "dsa"), allow(unused_mut))]
     let mut cases =
         vec![latent(base), latent(Rows { kv_len: short(4096), ..base }), latent(Rows { heads: 128, ..base })];
     #[cfg(feature = "dsa")]
