@@ -85,6 +85,20 @@ fn explain_as_json_holds_the_same_figures() {
 }
 
 #[test]
+fn explain_counts_the_pages_that_a_dense_pass_never_writes() {
+    let explained = |set: &[&str]| {
+        let output = mstar(&[&["explain", "specs/diffusion-cfg.yaml", "--json"], set].concat());
+        let value: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("valid JSON");
+        value["layers"][0]["why"].as_str().expect("why").to_owned()
+    };
+    assert!(explained(&[]).contains("reserves up to 16 pages"), "{}", explained(&[]));
+    let larger = explained(&["--set", "resources.kv.page_size=100"]);
+    assert!(larger.contains("reserves up to 3 pages"), "{larger}");
+    let paged = explained(&["--set", "resources.attn.backend=paged"]);
+    assert!(!paged.contains("reserves"), "{paged}");
+}
+
+#[test]
 fn a_run_allocates_what_explain_said() {
     let folder = tempfile::tempdir().unwrap();
     for name in [

@@ -49,9 +49,6 @@ fn choose_with(
     }
 }
 
-/// Why no card can be used yet.
-pub(crate) const NOT_BUILT: &str = "CUDA kernels are not built in this version";
-
 fn cards_in_words(cards: usize) -> String {
     match cards {
         0 => "the CUDA driver sees no card".into(),

@@ -15,7 +15,6 @@ pub(crate) use device::choose;
 pub(crate) use registry::{registry, workspace_bytes};
 pub(crate) use softmax::softmax;
 
-use self::device::NOT_BUILT;
 use mstar_core::attend::{AttnGeometry, BackendFactory, Reason, Softmax};
 use mstar_core::kv::{KvConfig, KvLayout};
 use mstar_kernels::cards::{Driver, NoCuda};
@@ -69,7 +68,7 @@ fn as_text(machine: &Machine, driver: &Result<Driver, NoCuda>) -> String {
             let (major, minor) = driver.version;
             let cards = match driver.cards.len() {
                 0 => "it sees no card",
-                _ => NOT_BUILT,
+                _ => "--device cuda:N runs on one",
             };
             out += &wrap("  cuda     ", &format!("driver for CUDA {major}.{minor}; {cards}"));
             for card in &driver.cards {
@@ -147,7 +146,7 @@ fn as_json(machine: &Machine, driver: &Result<Driver, NoCuda>) -> Value {
         Err(why) => json!({ "driver": null, "why": why.to_string(), "cards": [] }),
         Ok(driver) => json!({
             "driver": format!("{}.{}", driver.version.0, driver.version.1),
-            "why": NOT_BUILT,
+            "why": null,
             "cards": driver.cards.iter().map(|card| json!({
                 "device": format!("cuda:{}", card.ordinal),
                 "name": card.name,

@@ -234,9 +234,32 @@ fn serving(p: &Prepared, served: &Served) -> String {
     let asked = if served.named { "named by the spec" } else { "the best that auto found" };
     let how = match &served.support {
         Err(reason) => format!("does not serve it: {reason}"),
-        Ok(rank) => format!("{} on {} with {}", rank_in_words(*rank), p.device, p.machine.isa.name()),
+        Ok(rank) => format!("{} on {}", rank_in_words(*rank), place(p)),
     };
-    format!("backend {} ({asked}): {how}", served.backend)
+    let unwritten = unwritten(p, served).map_or(String::new(), |text| format!("; {text}"));
+    format!("backend {} ({asked}): {how}{unwritten}", served.backend)
+}
+
+/// Where kernels run: a device, and what its processor is told apart by.
+fn place(p: &Prepared) -> String {
+    match p.device {
+        Device::Cpu => format!("{} with {}", p.device, p.machine.isa.name()),
+        device => device.to_string(),
+    }
+}
+
+/// Pages that a step of a dense pass reserves like any other and never writes: the price of naming a backend that a spec
+/// may swap for one over pages.
+fn unwritten(p: &Prepared, served: &Served) -> Option<String> {
+    let denoise = p.spec.synthetic()?.denoise.as_ref().filter(|_| served.backend == "dense")?;
+    let pages = denoise.tokens.div_ceil(served.geometry.page_size);
+    let streams = p.requests.iter().map(RequestPlan::generating).max().unwrap_or(1);
+    Some(format!(
+        "a pass of {} tokens that is not kept reserves up to {} pages for each of a request's {streams} streams and writes \
+         none of them",
+        count(denoise.tokens as u64),
+        count(pages as u64)
+    ))
 }
 
 /// Which layers of a resource of kind `dsa` do what, and by whom.
@@ -248,7 +271,7 @@ fn sparse(p: &Prepared, served: &ServedSparse) -> Vec<(String, String)> {
         (Ok(_), None) => "nobody serves it".to_string(),
         (Ok(rank), Some(factory)) => {
             let rank = rank_in_words(*rank);
-            format!("{} serves it: {rank} on {} with {}", factory.name(), p.device, p.machine.isa.name())
+            format!("{} serves it: {rank} on {}", factory.name(), place(p))
         }
     };
     let dense = p.spec.attentions().find(|(_, attention)| {

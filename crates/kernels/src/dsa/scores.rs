@@ -38,6 +38,20 @@ pub struct ScoresParams<'a> {
     pub workers: usize,
 }
 
+impl<'a> ScoresParams<'a> {
+    /// The call's row arrays and page tables.
+    fn table(&self) -> Table<'a> {
+        Table {
+            row_request: self.row_request,
+            positions: self.positions,
+            kv_indptr: self.kv_indptr,
+            kv_indices: self.kv_indices,
+            page_start: self.page_start,
+            kv_lens: self.kv_lens,
+        }
+    }
+}
+
 /// Bytes that [`scores`] needs; grows with every argument.
 pub fn scores_workspace_bytes(
     max_rows: usize,
@@ -56,15 +70,8 @@ pub fn scores_workspace_bytes(
 /// As [`select`](super::select); `scores` narrower than what a row sees.
 pub fn scores(stream: &Stream, params: ScoresParams<'_>) -> Result<()> {
     on_cpu("index scores", stream)?;
+    let table = params.table();
     let ScoresParams { q, weights, keys, format, mut scores, mut workspace, workers, .. } = params;
-    let table = Table {
-        row_request: params.row_request,
-        positions: params.positions,
-        kv_indptr: params.kv_indptr,
-        kv_indices: params.kv_indices,
-        page_start: params.page_start,
-        kv_lens: params.kv_lens,
-    };
     let call = checked(q, weights, keys, format, table, Device::Cpu)?;
     check_scores(&scores, &table, Device::Cpu)?;
     let (width, stride) = (scores.shape()[1], scores.strides()[0]);
@@ -95,15 +102,8 @@ pub fn scores_at(stream: &Stream, on: &DeviceTable, params: ScoresParams<'_>) ->
     let device = crate::device::supported("index scores", stream)?;
     #[cfg(feature = "cuda")]
     if device != Device::Cpu {
+        let table = params.table();
         let ScoresParams { q, weights, keys, format, scores: mut to, .. } = params;
-        let table = Table {
-            row_request: params.row_request,
-            positions: params.positions,
-            kv_indptr: params.kv_indptr,
-            kv_indices: params.kv_indices,
-            page_start: params.page_start,
-            kv_lens: params.kv_lens,
-        };
         let call = checked(q, weights, keys, format, table, device)?;
         on.is_of(&table, device)?;
         check_scores(&to, &table, device)?;

@@ -44,6 +44,20 @@ pub struct SelectParams<'a> {
     pub workers: usize,
 }
 
+impl<'a> SelectParams<'a> {
+    /// The call's row arrays and page tables.
+    fn table(&self) -> Table<'a> {
+        Table {
+            row_request: self.row_request,
+            positions: self.positions,
+            kv_indptr: self.kv_indptr,
+            kv_indices: self.kv_indices,
+            page_start: self.page_start,
+            kv_lens: self.kv_lens,
+        }
+    }
+}
+
 /// Bytes that [`select`] needs for up to `max_rows` rows that see up to `max_keys` keys with up to `workers` threads,
 /// wherever the workspace starts. It grows with every argument, and enough for a bucket is enough for whatever fits in it.
 /// Rows are taken in blocks: scores of one block are all that is ever held, 16 MiB at most beyond four rows.
@@ -69,15 +83,8 @@ pub fn select_workspace_bytes(
 /// array, entry and value; a workspace that is too small.
 pub fn select(stream: &Stream, params: SelectParams<'_>) -> Result<()> {
     on_cpu("index selection", stream)?;
+    let table = params.table();
     let SelectParams { q, weights, keys, format, topk, mut selection, mut workspace, workers, .. } = params;
-    let table = Table {
-        row_request: params.row_request,
-        positions: params.positions,
-        kv_indptr: params.kv_indptr,
-        kv_indices: params.kv_indices,
-        page_start: params.page_start,
-        kv_lens: params.kv_lens,
-    };
     let call = checked(q, weights, keys, format, table, Device::Cpu)?;
     check_selection(&selection, q.shape()[0], topk, Device::Cpu)?;
     let scratch = scratch(&call, &mut workspace, workers)?;
@@ -106,15 +113,8 @@ pub fn select_at(stream: &Stream, on: &DeviceTable, params: SelectParams<'_>) ->
     let device = crate::device::supported("index selection", stream)?;
     #[cfg(feature = "cuda")]
     if device != Device::Cpu {
+        let table = params.table();
         let SelectParams { q, weights, keys, format, topk, mut selection, mut workspace, .. } = params;
-        let table = Table {
-            row_request: params.row_request,
-            positions: params.positions,
-            kv_indptr: params.kv_indptr,
-            kv_indices: params.kv_indices,
-            page_start: params.page_start,
-            kv_lens: params.kv_lens,
-        };
         let call = checked(q, weights, keys, format, table, device)?;
         on.is_of(&table, device)?;
         check_selection(&selection, q.shape()[0], topk, device)?;

@@ -32,17 +32,4 @@ impl BuildContext {
             None => Err(self.refuse("kv_cache", "name the cache whose pages are attended", &"nothing")),
         }
     }
-
-    /// Refuses a device other than the CPU; `operation` is what the resource would do there.
-    ///
-    /// # Errors
-    /// Another device.
-    pub fn host_only(&self, operation: &'static str) -> Result<()> {
-        if self.device() == Device::Cpu {
-            return Ok(());
-        }
-        let why = "this build runs it on the CPU only; say device: cpu".into();
-        let error = mstar_kernels::Error::Unsupported { operation, device: self.device(), why };
-        Err(Error::backend(self.name.as_str(), error))
-    }
 }
