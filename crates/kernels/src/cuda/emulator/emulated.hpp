@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -179,8 +180,9 @@ struct Grid {
         workers = workers < 1 ? 1 : workers > blocks ? (blocks ? blocks : 1) : workers;
         std::atomic<u32> next{0};
         auto work = [&] {
-            std::vector<u8> stacks(block * STACK + 64);
-            u8* first = reinterpret_cast<u8*>((reinterpret_cast<size_t>(stacks.data()) + 63) / 64 * 64);
+            // Left as it comes: to clear it would touch every page of it.
+            std::unique_ptr<u8[]> stacks(new u8[block * STACK + 64]);
+            u8* first = reinterpret_cast<u8*>((reinterpret_cast<size_t>(stacks.get()) + 63) / 64 * 64);
             std::vector<u8> memory(shared + 1024);
             u8* aligned = reinterpret_cast<u8*>((reinterpret_cast<size_t>(memory.data()) + 1023) / 1024 * 1024);
             std::vector<Fiber> fibers(block);
