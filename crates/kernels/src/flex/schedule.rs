@@ -29,7 +29,7 @@ pub fn schedule(
     list.start(Stored::Blocks, &shapes, &full, geometry.batch * heads * blocks.q_len);
     list.blocks.partial.clear();
     list.blocks.positions.clear();
-    each_row(geometry, blocks, leaf_keys(options.target), |row, first| {
+    each_row(geometry, blocks, options.target, |row, first| {
         list.rows.push(row);
         if let Some(at) = first {
             let visible = at..at + row.page_count as usize;
@@ -59,14 +59,21 @@ pub fn schedule(
     Ok(())
 }
 
-/// Visible keys of a leaf on a device: few queries over a ring's keys make few tiles, and many multiprocessors want work.
-const DEVICE_LEAF: u32 = 1024;
+/// Most visible keys of a leaf on a device, a head: few heads make few tiles, and many multiprocessors want work.
+const DEVICE_LEAF: u32 = 128;
 
-/// Visible keys of a leaf, whatever the number of queries: several streams may stand side by side along `L`.
-fn leaf_keys(target: Target) -> u32 {
+/// Keys that a leaf on a device is a multiple of: a tile.
+const DEVICE_TILE: u32 = 64;
+
+/// Visible keys of a leaf of a row with `kv_len` of them, whatever the number of queries: several streams may stand side by
+/// side along `L`. On a device a row's leaves are alike, so that none is left over when the others are done.
+fn leaf_keys(target: Target, heads: usize, kv_len: u32) -> u32 {
     match target {
         Target::Threads => APPEND_LEAF,
-        Target::Blocks => DEVICE_LEAF,
+        Target::Blocks => {
+            let most = DEVICE_LEAF * (heads as u32).clamp(4, 32);
+            kv_len.div_ceil(kv_len.div_ceil(most).max(1)).next_multiple_of(DEVICE_TILE).max(DEVICE_TILE)
+        }
     }
 }
 
@@ -75,7 +82,7 @@ fn leaf_keys(target: Target) -> u32 {
 fn each_row(
     geometry: &Geometry,
     blocks: &Blocks<'_>,
-    leaf_keys: u32,
+    target: Target,
     mut take: impl FnMut(Row, Option<usize>),
 ) {
     let heads = if blocks.heads > 1 { geometry.num_qo_heads } else { 1 };
@@ -106,15 +113,16 @@ fn each_row(
             }
             let q_first = block * blocks.block_q;
             let q_len = (end * blocks.block_q).min(blocks.q_len) - q_first;
+            let kv_len = blocks.keys(from, to) as u32;
             let row = Row {
                 mask_begin: NO_MASK,
                 q_begin: (plane * blocks.q_len + q_first) as u32,
                 q_len: q_len as u32,
-                kv_len: blocks.keys(from, to) as u32,
+                kv_len,
                 page_begin: pages as u32,
                 page_count: (to - from) as u32,
                 family: family as u32,
-                leaf_keys,
+                leaf_keys: leaf_keys(target, geometry.num_qo_heads, kv_len),
                 ..Row::default()
             };
             take(row, (!shared).then_some(from));
@@ -138,7 +146,7 @@ pub fn is_for(list: &WorkList, geometry: &Geometry, blocks: &Blocks<'_>) -> bool
         return false;
     }
     let (mut rows, mut pages, mut same) = (0, 0, true);
-    each_row(geometry, blocks, leaf_keys(list.target), |row, first| {
+    each_row(geometry, blocks, list.target, |row, first| {
         same &= list.rows.get(rows) == Some(&row);
         rows += 1;
         if let (true, Some(at)) = (same, first) {
@@ -155,4 +163,25 @@ pub fn is_for(list: &WorkList, geometry: &Geometry, blocks: &Blocks<'_>) -> bool
         }
     });
     same && rows == list.rows.len() && pages == list.pages.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leaves_of_a_row_on_a_device_are_alike_and_know_nothing_of_its_queries() {
+        let leaves = |heads, kv_len: u32| {
+            let leaf = leaf_keys(Target::Blocks, heads, kv_len);
+            assert!(leaf.is_multiple_of(DEVICE_TILE) && leaf > 0, "{heads} heads, {kv_len} keys: {leaf}");
+            (leaf, kv_len.div_ceil(leaf))
+        };
+        assert_eq!(leaves(16, 6528), (1664, 4));
+        assert_eq!(leaves(1, 6528), (512, 13));
+        assert_eq!(leaves(64, 6528), (3264, 2));
+        assert_eq!(leaves(16, 2048), (2048, 1));
+        assert_eq!(leaves(16, 2049), (1088, 2));
+        assert_eq!((leaves(16, 0).1, leaves(16, 1)), (0, (64, 1)));
+        leaves(usize::from(u16::MAX), u32::MAX - 64);
+    }
 }

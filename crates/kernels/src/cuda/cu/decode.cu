@@ -6,6 +6,7 @@
 //
 // Defines: KV_TYPE; WIDTH, the padded head width; VALUES, the padded value columns of a pass; ROWS 16, 32, 64; STAGES of the
 // ring; GENERAL 1 where a soft cap or slopes change scores; RESIDENT blocks an SM.
+#include "cap.cuh"
 #include "tile.cuh"
 
 constexpr u32 THREADS = 128;
@@ -180,15 +181,17 @@ DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float fa
     }
     u32 base = tile * 64 + first;
     if (GENERAL) {
+        const Cap cap = cap_of(p.soft_cap);
+        const float scale = p.scale * LOG2_E;
         UNROLL
         for (u32 n = 0; n < TILES; n++) {
             UNROLL
             for (u32 i = 0; i < 4; i++) {
-                float v = x[n][i] * p.scale;
-                if (p.soft_cap > 0.0f) v = p.soft_cap * tanh_exact(v / p.soft_cap);
+                float v = x[n][i] * scale;
+                if (p.soft_cap > 0.0f) v = capped(cap, v);
                 i64 at = i64(job.row.kv_len) - i64(job.row.q_len) + i64(lanes.token[i / 2]);
                 float distance = float(i64(base + 8 * n + 2 * t + i % 2) - at);
-                x[n][i] = fused(lanes.slope[i / 2], distance, v) * LOG2_E;
+                x[n][i] = fused(lanes.slope[i / 2] * LOG2_E, distance, v);
             }
         }
     }

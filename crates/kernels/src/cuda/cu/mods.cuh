@@ -3,6 +3,7 @@
 // mod of the caller's is a function that snippet.cuh defines.
 #pragma once
 
+#include "cap.cuh"
 #include "gather.cuh"
 
 // flex::ScoreMod and flex::MaskMod, by number.
@@ -22,6 +23,9 @@
 #define MASKS 0
 #endif
 
+// Where distances as integers end: a tile's keys further still fit 32 bits, and no table is as wide.
+constexpr i64 AHEAD_MOST = (1ll << 31) - 128;
+
 // One query and one key.
 struct Pair {
     u32 batch, head;
@@ -38,14 +42,26 @@ template <u32 MOD>
 DEVICE bool hides(const Pair& pair) {
     return MOD == SCORE_CAUSAL && distance(pair) > 0;
 }
-template <u32 MOD>
-DEVICE float changed(const Image* image, const ModTable& table, float s, const Pair& pair) {
-    if (MOD == SCORE_CAP) return table.value * tanh_exact(s / table.value);
-    if (MOD == SCORE_ALIBI)
-        return fused(array_of<float>(image, table.floats_at)[pair.head], float(distance(pair)), s);
+// How far a key is ahead of its query: as an integer, held at the ends of 32 bits, and as a float.
+struct Ahead {
+    i32 by;
+    float far;
+};
+DEVICE Ahead ahead_of(const Pair& pair) {
+    i64 by = distance(pair);
+    return Ahead{i32(most(-AHEAD_MOST, least(AHEAD_MOST, by))), float(by)};
+}
+// `s` after a mod. BINARY: scores are base-2 logits that end in weights of half precision, else natural ones.
+template <u32 MOD, bool BINARY>
+DEVICE float changed(const Image* image, const ModTable& table, float s, const Pair& pair, const Ahead& ahead) {
+    constexpr float UNIT = BINARY ? LOG2_E : 1.0f;
+    if (MOD == SCORE_CAP) return BINARY ? capped(cap_of(table.value), s) : table.value * tanh_exact(s / table.value);
+    if (MOD == SCORE_ALIBI) return fused(array_of<float>(image, table.floats_at)[pair.head] * UNIT, ahead.far, s);
     if (MOD == SCORE_BIAS) {
-        i64 w = table.a, d = most(-w, least(w, distance(pair)));
-        return s + array_of<float>(image, table.floats_at)[i64(pair.head) * (2 * w + 1) + d + w];
+        // In words of the image, which is as large as 32 bits count.
+        const u32 middle = table.floats_at / 4 + pair.head * (2 * u32(table.a) + 1) + u32(table.a);
+        const u32 of = middle + u32(most(-table.a, least(table.a, ahead.by)));
+        return fused(load_here(reinterpret_cast<const float*>(image) + of), UNIT, s);
     }
     return s;
 }
@@ -63,11 +79,13 @@ DEVICE bool keeps(const Image* image, const ModTable& table, const Pair& pair) {
     pair.batch, pair.head, pair.q_idx, pair.k_idx, pair.q_offset, array_of<float>(image, MSTAR_TABLE(N).floats_at), \
         array_of<i32>(image, MSTAR_TABLE(N).ints_at)
 
-// The scaled score `s`, in natural-log units, after the call's mods; -inf hides the key.
-DEVICE float change(const Image* image, float s, const Pair& pair) {
-#define MSTAR_BUILT_IN(N, MOD)                 \
-    if (hides<MOD>(pair)) return -infinity(); \
-    s = changed<MOD>(image, MSTAR_TABLE(N), s, pair);
+// The scaled score `s` after the call's mods; -inf hides the key. BINARY: see `changed`; what a causal mod hides is then the
+// caller's matter, and there are no mods of the user's.
+template <bool BINARY>
+DEVICE float change(const Image* image, float s, const Pair& pair, const Ahead& ahead) {
+#define MSTAR_BUILT_IN(N, MOD)                            \
+    if (!BINARY && hides<MOD>(pair)) return -infinity(); \
+    s = changed<MOD, BINARY>(image, MSTAR_TABLE(N), s, pair, ahead);
 #if SCORES > 0
 #if SCORE_0 == SCORE_USER
     s = user_score_0(s, MSTAR_USER(0));

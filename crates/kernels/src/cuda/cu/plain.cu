@@ -136,7 +136,7 @@ MSTAR_KERNEL(plain, Attend, 128, 1) {
                             Key of_sequence = block_key(keys, u32(at));
                             Pair pair{q.batch, head, i32(q.q_idx + token), of_sequence.index, p.q_offset};
                             if (of_sequence.partial && !keep(image, pair)) continue;
-                            if (SCORES > 0) s = change(image, s * p.scale, pair);
+                            if (SCORES > 0) s = change<false>(image, s * p.scale, pair, ahead_of(pair));
                         }
                     } else if (!raw) {
                         s *= p.scale;

@@ -88,8 +88,20 @@ DEVICE float ex2(float v) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
     return r;
 }
+// 1 / v within one unit in the last place, of an infinity 0.
+DEVICE float reciprocal(float v) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
 // The larger of two; of a NaN and a number, the number.
 DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+// What lies at `at`, loaded here and no sooner: loads that wait side by side take a register each.
+DEVICE float load_here(const float* at) {
+    float r;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(r) : "l"(at));
+    return r;
+}
 DEVICE float lg2(float v) {
     float r;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));

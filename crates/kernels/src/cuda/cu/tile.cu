@@ -8,10 +8,13 @@
 //
 // Defines: KV_TYPE; SOURCE; WIDTH, the padded head width; VALUES, the padded value columns of a pass; WARPS; SPREAD, times 16
 // rows of a warp; KEYS of a tile, 32 or 64; GENERAL 1 where a soft cap or slopes change scores; over blocks SCORES, SCORE_0 ..,
-// MASKS, MASK_0 .. (mods.cuh); RESIDENT blocks an SM.
+// MASKS, MASK_0 .. (mods.cuh), and WHOLE 1 where a tile's keys are neighbours in the sequence; RESIDENT blocks an SM.
 #include "mods.cuh"
 #include "tile.cuh"
 
+#ifndef WHOLE
+#define WHOLE 0
+#endif
 #ifndef SCORE_0
 #define SCORE_0 0
 #endif
@@ -50,7 +53,10 @@ constexpr bool MODDED = SOURCE == BLOCKS && SCORES + MASKS > 0;
      (SCORES > 6 && WHICH(SCORE_6)) || (SCORES > 7 && WHICH(SCORE_7)))
 #define MSTAR_HIDES(MOD) ((MOD) == SCORE_CAUSAL)
 #define MSTAR_CHANGES(MOD) ((MOD) > SCORE_CAUSAL)
+#define MSTAR_OF_USER(MOD) ((MOD) == SCORE_USER)
 constexpr bool CAUSAL_MOD = MSTAR_EITHER(MSTAR_HIDES), CHANGING = MSTAR_EITHER(MSTAR_CHANGES);
+// Scores are base-2 logits before mods change them; a user's mod takes natural ones.
+constexpr bool BINARY = !MSTAR_EITHER(MSTAR_OF_USER);
 // Scores leave the product as they are, and the scale enters the exponent.
 constexpr bool RAW = GENERAL == 0 && !CHANGING;
 static_assert(2 * KEYS <= THREADS, "a thread for each key and each value of a tile");
@@ -368,31 +374,45 @@ DEVICE void blank(Room& room, u8* values, const u32 (&seen)[SPREAD]) {
 // What happens to scores but for the scale of RAW ones, which become base-2 logits.
 DEVICE void change_scores(const Attend& p, const Room& room, const Addresses& here, u32 base, float (&x)[SPREAD][TILES][4]) {
     const Desk& desk = room.desk;
-    const u32 thread = opaque(thread_x()), t = thread % 4;
+    const float scale = BINARY ? p.scale * LOG2_E : p.scale;
+    const Cap cap = cap_of(GENERAL ? p.soft_cap : 1.0f);
     UNROLL
     for (u32 s = 0; s < SPREAD; s++) {
         UNROLL
         for (u32 r = 0; r < 2; r++) {
-            const u32 place = place_of_row(thread, s, r);
+            const u32 thread = opaque(thread_x()), t = thread % 4, place = place_of_row(thread, s, r);
             const Lane of = room.lanes[place];
             Pair pair{0, 0, 0, 0, 0};
+            Ahead first{0, 0.0f};
             if (CHANGING) pair = pair_of(p, desk, of, place);
+            if (CHANGING && WHOLE) {
+                pair.k_idx = here.index[0] + i32(2 * t);
+                first = ahead_of(pair);
+            }
+            const float slope = of.slope * LOG2_E;
             float distance = 0.0f;
             if (GENERAL) distance = float(i64(base + 2 * t) - (i64(desk.row.kv_len) - i64(desk.row.q_len) + i64(of.token)));
             UNROLL
             for (u32 n = 0; n < TILES; n++) {
                 UNROLL
                 for (u32 i = 0; i < 2; i++) {
-                    float v = x[s][n][2 * r + i] * p.scale;
+                    float v = x[s][n][2 * r + i] * scale;
                     if (GENERAL) {
-                        if (p.soft_cap > 0.0f) v = p.soft_cap * tanh_exact(v / p.soft_cap);
-                        v = fused(of.slope, distance + float(8 * n + i), v);
+                        if (p.soft_cap > 0.0f) v = capped(cap, v);
+                        v = fused(slope, distance + float(8 * n + i), v);
                     }
                     if (CHANGING) {
-                        pair.k_idx = here.index[8 * n + 2 * t + i];
-                        v = change(p.image, v, pair);
+                        Pair other = pair;
+                        Ahead ahead{first.by + i32(8 * n + i), first.far + float(8 * n + i)};
+                        if (WHOLE) {
+                            other.k_idx += i32(8 * n + i);
+                        } else {
+                            other.k_idx = here.index[8 * n + 2 * t + i];
+                            ahead = ahead_of(other);
+                        }
+                        v = change<BINARY>(p.image, v, other, ahead);
                     }
-                    x[s][n][2 * r + i] = v * LOG2_E;
+                    x[s][n][2 * r + i] = BINARY ? v : v * LOG2_E;
                 }
             }
         }

@@ -311,7 +311,9 @@ DEVICE float ex2(float v) {
     float r = std::exp2(v);
     return std::fabs(r) < 1.17549435e-38f ? 0.0f : r;
 }
+DEVICE float reciprocal(float v) { return 1.0f / v; }
 DEVICE float larger(float a, float b) { return std::fmax(a, b); }
+DEVICE float load_here(const float* at) { return *at; }
 DEVICE float lg2(float v) { return std::log2(v); }
 DEVICE float fused(float a, float b, float c) { return float(double(a) * double(b) + double(c)); }
 DEVICE float tanh_exact(float v) { return std::tanh(v); }

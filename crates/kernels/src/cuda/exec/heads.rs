@@ -47,6 +47,10 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
     }
     if work.stored == Stored::Blocks {
         key = mods.compile_into(key);
+        // Keys of a tile that lies in one block are neighbours in the sequence, which mods of scores are told in fewer words.
+        if mods.change_scores() && geometry.page_size.is_multiple_of(64) {
+            key = key.with("WHOLE", 1);
+        }
     }
     Some(Choice { key, ..choice })
 }

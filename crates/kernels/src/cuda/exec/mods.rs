@@ -23,6 +23,11 @@ const SCORE: [&str; MOST] =
 const MASK: [&str; MOST] = ["MASK_0", "MASK_1", "MASK_2", "MASK_3", "MASK_4", "MASK_5", "MASK_6", "MASK_7"];
 
 impl Kinds {
+    /// Whether some mod does more to scores than hide keys, as `cu/mods.cuh` numbers them.
+    pub(crate) fn change_scores(&self) -> bool {
+        self.scores.iter().any(|&kind| kind > 1)
+    }
+
     /// A kernel's key with these mods.
     pub(crate) fn compile_into(&self, mut key: Key) -> Key {
         key = key.with("SCORES", self.scores.len() as i64).with("MASKS", self.masks.len() as i64);
