@@ -103,7 +103,8 @@ pub fn allocation_count() -> usize {
 /// Zeroed memory of the host or of a device, freed when dropped. The host's pages are touched when it is made, so that the
 /// resident size is what was asked for and no kernel pays for a page fault.
 ///
-/// Dropping memory that a device uses waits for the work that is under way on it.
+/// Dropping memory of a device waits for nobody: it goes back when the work has run that was put into any stream through this
+/// crate. Work that other code puts in by its address must have run by then. Dropping pinned memory waits for the device.
 #[derive(Debug)]
 pub struct Buffer {
     ptr: NonNull<u8>,
@@ -124,7 +125,7 @@ impl Buffer {
     /// # Errors
     /// [`Error::OutOfMemory`] when they cannot be had; never an abort.
     pub fn zeroed(bytes: usize) -> Result<Buffer> {
-        let refused = || Error::OutOfMemory { bytes, device: Device::Cpu, free: None };
+        let refused = || Error::OutOfMemory { bytes, what: String::new(), device: Device::Cpu, free: None };
         let layout = layout(bytes).map_err(|_| refused())?;
         let ptr = if layout.align() == HUGE_PAGE {
             // SAFETY: the layout has a size of at least one byte.

@@ -122,17 +122,25 @@ pub enum Error {
         got: usize,
     },
     /// Memory could not be had.
-    #[error("cannot allocate {bytes} bytes on {device}{}", match free {
-        Some(free) => format!(", of which {free} are free; make a cache, a plan or a batch smaller"),
-        None => String::new(),
-    })]
+    #[error(
+        "cannot allocate {bytes} bytes{} on {device}{}",
+        if what.is_empty() { String::new() } else { format!(" for {what}") },
+        match free {
+            Some((free, total)) => {
+                format!(", which has {free} of {total} free; make a cache, a plan or a batch smaller")
+            }
+            None => String::new(),
+        }
+    )]
     OutOfMemory {
         /// Bytes asked for.
         bytes: usize,
+        /// What for; empty where nobody said.
+        what: String,
         /// Where.
         device: Device,
-        /// Bytes that were free then, where the device tells.
-        free: Option<usize>,
+        /// Bytes that were free then, and of how many, where the device tells.
+        free: Option<(usize, usize)>,
     },
     /// A device that this process cannot use.
     #[error("{device} cannot be used: {why}")]
@@ -170,4 +178,17 @@ pub enum Error {
         /// Why, and what would help.
         why: String,
     },
+}
+
+impl Error {
+    /// This, with what memory was wanted for: `a workspace of main`. Other errors, and one that says already, stay as they are.
+    #[must_use]
+    pub fn wanted_for(mut self, wanted: impl std::fmt::Display) -> Error {
+        if let Error::OutOfMemory { what, .. } = &mut self
+            && what.is_empty()
+        {
+            *what = wanted.to_string();
+        }
+        self
+    }
 }

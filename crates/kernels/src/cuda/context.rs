@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::api::{Api, Called, Failed, Handle, Properties, api};
+use super::pool::Pool;
+use super::uses::Uses;
 use crate::buffer::MOST_DEVICES;
 use crate::cards::NoCuda;
 use crate::{Device, Error, Result};
@@ -17,8 +19,11 @@ pub struct Context {
     api: &'static dyn Api,
     raw: Handle,
     properties: Properties,
-    /// For what is done outside of any caller's stream: clearing new memory.
+    /// For what is done outside of any caller's stream: taking memory and clearing it. It waits for no other stream.
     service: Handle,
+    /// Absent where the device has none.
+    pool: Option<Pool>,
+    uses: Uses,
     /// Streams that were given back, for whoever asks next.
     idle: Mutex<Vec<Handle>>,
     /// What went wrong where nobody could be told, and how often.
@@ -65,19 +70,43 @@ impl Context {
             }));
         }
         let properties = api.properties(ordinal).map_err(failed)?;
-        let raw = api.retain(ordinal).map_err(failed)?;
-        let service = api.create_stream(raw).map_err(failed)?;
-        let context = Box::leak(Box::new(Context {
+        let context = Context::make(device, api, ordinal, properties).map_err(failed)?;
+        Ok(slot.get_or_init(|| context))
+    }
+
+    /// It stays for as long as the process lives.
+    pub(super) fn make(
+        device: Device,
+        api: &'static dyn Api,
+        ordinal: u32,
+        properties: Properties,
+    ) -> Called<&'static Context> {
+        let raw = api.retain(ordinal)?;
+        let service = api.create_stream(raw, true)?;
+        let pool = if properties.pools { Some(Pool::new(api, raw, ordinal)?) } else { None };
+        Ok(Box::leak(Box::new(Context {
             device,
             api,
             raw,
             properties,
             service,
+            pool,
+            uses: Uses::default(),
             idle: Mutex::new(Vec::new()),
             noted: Mutex::new(None),
             notes: AtomicUsize::new(0),
-        }));
-        Ok(slot.get_or_init(|| context))
+        })))
+    }
+
+    /// A context of the first device as if it had no pools.
+    ///
+    /// # Errors
+    /// As [`Context::of`].
+    #[cfg(all(test, feature = "emulator"))]
+    pub(super) fn without_pool() -> Result<&'static Context> {
+        let first = Context::of(Device::Cuda(0))?;
+        let properties = Properties { pools: false, ..first.properties.clone() };
+        Context::make(first.device, first.api, 0, properties).map_err(|failed| first.error(failed))
     }
 
     /// The device.
@@ -120,12 +149,13 @@ impl Context {
         self.api.is_emulated()
     }
 
-    /// Bytes of its memory that are free now.
+    /// Bytes of its memory that are free now, with those that its pool holds and nobody uses.
     ///
     /// # Errors
     /// [`Error::Cuda`].
     pub fn free_memory(&self) -> Result<usize> {
-        self.ask(|api, raw| api.free_memory(raw))
+        let free = self.ask(|api, raw| api.free_memory(raw))?;
+        Ok(free + self.pooled()?.map_or(0, |pooled| pooled.held.saturating_sub(pooled.used)))
     }
 
     /// What went wrong in a place that could tell nobody, such as freeing memory: the first such error since the last call.
@@ -149,6 +179,21 @@ impl Context {
         calls(self.api, self.raw).map_err(|failed| self.error(failed))
     }
 
+    /// Puts work into a stream that may touch memory.
+    pub(super) fn put(
+        &self,
+        stream: Handle,
+        work: impl FnOnce(&'static dyn Api, Handle) -> Called<()>,
+    ) -> Result<()> {
+        self.ask(work)?;
+        self.used_by(self, stream)
+    }
+
+    /// Says that a stream of `of` was given work that may touch this context's memory.
+    pub(super) fn used_by(&self, of: &Context, stream: Handle) -> Result<()> {
+        of.ask(|api, raw| self.uses.put(api, raw, stream))
+    }
+
     /// Makes calls where nobody can be told of an error; it is noted.
     pub(super) fn ask_or_note(&self, calls: impl FnOnce(&'static dyn Api, Handle) -> Called<()>) {
         if let Err(failed) = calls(self.api, self.raw) {
@@ -170,7 +215,8 @@ impl Context {
     }
 
     pub(super) fn out_of_memory(&self, bytes: usize) -> Error {
-        Error::OutOfMemory { bytes, device: self.device, free: self.free_memory().ok() }
+        let free = self.free_memory().ok().map(|free| (free, self.properties.memory_bytes));
+        Error::OutOfMemory { bytes, what: String::new(), device: self.device, free }
     }
 
     pub(super) fn error(&self, failed: Failed) -> Error {
@@ -185,12 +231,24 @@ impl Context {
         self.service
     }
 
+    pub(super) fn pool(&self) -> Option<&Pool> {
+        self.pool.as_ref()
+    }
+
+    pub(super) fn uses(&self) -> &Uses {
+        &self.uses
+    }
+
     /// A stream that was given back, or a new one.
     pub(super) fn take_stream(&self) -> Result<Handle> {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
         match idle {
             Some(stream) => Ok(stream),
-            None => self.ask(|api, raw| api.create_stream(raw)),
+            None => self.ask(|api, raw| {
+                let (stream, mark) = (api.create_stream(raw, false)?, api.create_event(raw, false)?);
+                self.uses.know(stream, mark);
+                Ok(stream)
+            }),
         }
     }
 

@@ -43,8 +43,13 @@ pub fn capture<E: From<Error>>(
     }
     let context = Context::of(stream.device())?;
     let raw = Handle(stream.as_raw());
+    context.uses().begin_capture();
     // SAFETY: whoever made the stream promised that it is live.
-    context.ask(|api, own| unsafe { api.begin_capture(own, raw) })?;
+    let begun = context.ask(|api, own| unsafe { api.begin_capture(own, raw) });
+    if let Err(why) = begun {
+        context.uses().end_capture();
+        return Err(E::from(why));
+    }
     let mut open = Open { context, stream: raw, ended: false };
     let recorded = record();
     let graph = open.end();
@@ -64,7 +69,9 @@ impl Open {
         self.ended = true;
         let stream = self.stream;
         // SAFETY: the stream is live, and was set to capture by this thread.
-        let (raw, nodes) = self.context.ask(|api, own| unsafe { api.end_capture(own, stream) })?;
+        let ended = self.context.ask(|api, own| unsafe { api.end_capture(own, stream) });
+        self.context.uses().end_capture();
+        let (raw, nodes) = ended?;
         Ok(Graph { context: self.context, raw, nodes, launching: Mutex::new(()) })
     }
 }
@@ -108,7 +115,7 @@ impl Graph {
         let _alone = self.launching.lock().unwrap_or_else(PoisonError::into_inner);
         let (graph, stream) = (self.raw, Handle(stream.as_raw()));
         // SAFETY: the caller's; the lock keeps other threads away.
-        self.context.ask(|api, own| unsafe { api.launch_graph(own, graph, stream) })
+        self.context.put(stream, |api, own| unsafe { api.launch_graph(own, graph, stream) })
     }
 }
 

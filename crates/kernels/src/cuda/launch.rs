@@ -95,7 +95,7 @@ pub unsafe fn launch<P: Pod>(function: &Function, stream: &Stream, launch: Launc
     }
     let (raw, stream) = (function.raw, Handle(stream.as_raw()));
     // SAFETY: the caller's; the parameter is `size_of::<P>()` bytes.
-    function.context.ask(|api, own| unsafe {
+    function.context.put(stream, |api, own| unsafe {
         api.launch(own, raw, stream, launch, std::ptr::from_ref(params).cast(), size_of::<P>())
     })
 }

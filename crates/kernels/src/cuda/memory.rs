@@ -26,17 +26,9 @@ impl Memory {
             return Err(context.out_of_memory(bytes));
         }
         let bytes = bytes.max(1);
-        let ptr = context.ask_for_memory(bytes, |api, raw| api.allocate(raw, bytes))?;
+        let ptr = context.take_memory(bytes)?;
         let ptr = NonNull::new(ptr).ok_or_else(|| context.out_of_memory(bytes))?;
-        let memory = Memory { context, ptr, pinned: false };
-        // A stream of its own: clearing new memory waits for nobody's work.
-        let service = context.service();
-        // SAFETY: the bytes were just allocated, and are nobody else's until the stream has passed.
-        context.ask(|api, raw| unsafe {
-            api.fill(raw, service, ptr.as_ptr(), 0, bytes)?;
-            api.synchronize_stream(raw, service)
-        })?;
-        Ok(memory)
+        Ok(Memory { context, ptr, pinned: false })
     }
 
     /// `bytes` zero bytes of the host, which `device` reads and writes by itself.
@@ -46,7 +38,8 @@ impl Memory {
     pub(crate) fn pinned(device: Device, bytes: usize) -> Result<Memory> {
         let context = Context::of(device)?;
         let bytes = bytes.max(1);
-        let refused = || crate::Error::OutOfMemory { bytes, device: Device::Cpu, free: None };
+        let refused =
+            || crate::Error::OutOfMemory { bytes, what: String::new(), device: Device::Cpu, free: None };
         if bytes > isize::MAX as usize {
             return Err(refused());
         }
@@ -79,11 +72,14 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let (ptr, pinned) = (self.ptr.as_ptr(), self.pinned);
-        // SAFETY: allocated by this value, and freed once. Both calls wait for work that is under way.
-        self.context.ask_or_note(|api, raw| unsafe {
-            if pinned { api.free_pinned(raw, ptr) } else { api.free(raw, ptr) }
-        });
+        let ptr = self.ptr.as_ptr();
+        if self.pinned {
+            // SAFETY: allocated by this value, and freed once. The call waits for work that is under way.
+            self.context.ask_or_note(|api, raw| unsafe { api.free_pinned(raw, ptr) });
+        } else {
+            // SAFETY: taken by this value, and given back once; whoever puts work in here has told the context.
+            unsafe { self.context.give_memory(ptr) };
+        }
     }
 }
 

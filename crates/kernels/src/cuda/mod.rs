@@ -8,6 +8,7 @@
 //! | [`jit`], [`variants`] | kernels compiled for a device, and kept on disk; the list that is compiled ahead of time |
 //! | [`peak`] | what a device can do at most, measured |
 //! | `memory` | device memory, and host memory pinned for it; owned by [`Buffer`](crate::Buffer) |
+//! | `pool`, `uses` | device memory taken and given back without a wait; the streams that may still use it |
 //! | `queue`, `graph` | streams and events; work taken down once and replayed |
 //! | `launch`, `transfer` | modules, kernels and their launch; copies, fills and calls of the host in stream order |
 //!
@@ -26,11 +27,13 @@ mod launch;
 mod memory;
 pub(crate) mod moves;
 pub mod peak;
+mod pool;
 mod queue;
 pub(crate) mod synth;
 #[cfg(test)]
 mod tests;
 mod transfer;
+mod uses;
 pub mod variants;
 
 #[cfg(feature = "emulator")]
@@ -42,6 +45,7 @@ pub use driver::driver;
 pub(crate) use exec::StagedList;
 pub use graph::{Graph, capture};
 pub use launch::{Function, Module, launch};
+pub use pool::Pooled;
 pub use queue::{Event, OwnedStream};
 pub use transfer::call_host;
 

@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 
 use super::*;
-use crate::buffer::allocated_bytes_on;
 use crate::{Buffer, DType, Device, Error, Result, Stream, copy, copy_async, fill};
+
+mod memory;
 
 const DEVICE: Device = Device::Cuda(0);
 
@@ -96,54 +97,6 @@ fn a_device_that_is_not_there_says_what_is() {
     assert!(std::ptr::eq(context, Context::of(DEVICE).unwrap()));
     assert!(context.arch().0 >= 5 && context.sm_count() > 0);
     assert!(context.free_memory().unwrap() <= context.memory_bytes());
-}
-
-#[test]
-fn memory_is_zeroed_counted_and_given_back() {
-    if context().is_none() {
-        return;
-    }
-    // Tests run side by side, so only what is held here is counted: it is larger than all that they hold.
-    const BYTES: usize = 64 << 20;
-    let before = allocated_bytes_on(DEVICE);
-    let buffer = Buffer::zeroed_on(DEVICE, BYTES).unwrap();
-    assert!(allocated_bytes_on(DEVICE) >= BYTES);
-    assert_eq!((buffer.device(), buffer.len(), buffer.pinned_for()), (DEVICE, BYTES, None));
-    assert_eq!(buffer.as_ptr() as usize % 256, 0);
-    assert_eq!(buffer.tensor(8, DType::F32, &[2]).unwrap().as_slice::<f32>(), None, "not the host's to read");
-    let mut tail = vec![7u8; 4096];
-    let last = buffer.tensor(BYTES - 4096, DType::U8, &[4096]).unwrap();
-    copy(
-        &OwnedStream::new(DEVICE).unwrap().stream(),
-        last,
-        crate::TensorMut::from_slice(&mut tail, &[4096]).unwrap(),
-    )
-    .unwrap();
-    assert_eq!(tail, vec![0; 4096]);
-    drop(buffer);
-    assert!(allocated_bytes_on(DEVICE) < before + BYTES);
-    let pinned = Buffer::pinned(DEVICE, 100).unwrap();
-    assert_eq!((pinned.device(), pinned.pinned_for()), (Device::Cpu, Some(DEVICE)));
-    assert_eq!(pinned.tensor(0, DType::U8, &[100]).unwrap().as_slice::<u8>().unwrap(), &[0; 100]);
-    assert_eq!(Buffer::zeroed_on(DEVICE, 0).unwrap().len(), 0);
-}
-
-#[test]
-fn memory_that_is_not_there_is_an_error_with_numbers() {
-    let Some(context) = context() else { return };
-    for bytes in [context.memory_bytes() + 1, usize::MAX] {
-        match Buffer::zeroed_on(DEVICE, bytes).unwrap_err() {
-            Error::OutOfMemory { bytes: asked, device, free: Some(free) } => {
-                assert_eq!((asked, device), (bytes, DEVICE));
-                assert!(free <= context.memory_bytes());
-            }
-            other => panic!("{other}"),
-        }
-    }
-    assert!(matches!(
-        Buffer::pinned(DEVICE, usize::MAX),
-        Err(Error::OutOfMemory { device: Device::Cpu, .. })
-    ));
 }
 
 #[test]
@@ -382,7 +335,6 @@ fn modules_that_are_none_are_refused() {
 #[test]
 fn f19_planning_never_waits_for_the_stream() {
     use crate::paged::{Geometry, PageTable, ScheduleOptions, Target, Variant, schedule};
-    use std::time::Duration;
 
     if context().is_none() {
         return;
@@ -415,20 +367,39 @@ fn f19_planning_never_waits_for_the_stream() {
     // The first one builds its kernels and takes its memory.
     plan(1);
     stream.synchronize().unwrap();
-    let (open, gate) = mpsc::channel::<()>();
-    let (passed, seen) = mpsc::channel();
-    let held = move || {
-        // So that a plan that waits fails, and does not hang.
-        let opened = gate.recv_timeout(Duration::from_secs(60)).is_ok();
-        passed.send(opened).expect("the test waits for it");
-    };
-    call_host(&stream, held).unwrap();
+    let held = HeldUp::new(&stream);
     plan(2);
     plan(3);
-    assert!(seen.try_recv().is_err(), "planning went on only when the stream did");
-    open.send(()).unwrap();
-    stream.synchronize().unwrap();
-    assert_eq!(seen.recv(), Ok(true));
+    held.let_go(&stream);
+}
+
+/// Holds a stream up; the gate that lets it go on.
+struct HeldUp {
+    open: mpsc::Sender<()>,
+    passed: mpsc::Receiver<bool>,
+}
+
+impl HeldUp {
+    fn new(stream: &Stream) -> HeldUp {
+        let (open, gate) = mpsc::channel::<()>();
+        let (tell, passed) = mpsc::channel();
+        // So that what waits fails, and does not hang.
+        let held = move || {
+            let opened = gate.recv_timeout(std::time::Duration::from_secs(60)).is_ok();
+            tell.send(opened).expect("the test waits for it");
+        };
+        call_host(stream, held).unwrap();
+        HeldUp { open, passed }
+    }
+
+    /// Lets it go on. Nothing before waited for it, or it would have given up.
+    #[track_caller]
+    fn let_go(self, stream: &Stream) {
+        assert!(self.passed.try_recv().is_err(), "something went on only when the stream did");
+        self.open.send(()).unwrap();
+        stream.synchronize().unwrap();
+        assert_eq!(self.passed.recv(), Ok(true));
+    }
 }
 
 #[test]

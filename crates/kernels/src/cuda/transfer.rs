@@ -25,13 +25,16 @@ pub(crate) unsafe fn transfer(
         (_, Device::Cpu) => Way::DeviceToHost,
         (from, to) if from == to => Way::DeviceToDevice,
         (from, to) => {
-            let (source, target) = (Context::of(from)?.raw(), Context::of(to)?.raw());
+            let (source, target) = (Context::of(from)?, Context::of(to)?);
+            let (of_source, of_target) = (source.raw(), target.raw());
             // SAFETY: the caller's.
-            return context.ask(|api, _| unsafe { api.copy_peer(target, raw, source, src, dst, bytes) });
+            context.ask(|api, _| unsafe { api.copy_peer(of_target, raw, of_source, src, dst, bytes) })?;
+            // Memory of both is used, on a stream that one of them does not know.
+            return [source, target].iter().try_for_each(|side| side.used_by(context, raw));
         }
     };
     // SAFETY: the caller's.
-    context.ask(|api, own| unsafe { api.copy(own, raw, way, src, dst, bytes) })
+    context.put(raw, |api, own| unsafe { api.copy(own, raw, way, src, dst, bytes) })
 }
 
 /// Sets `bytes` bytes in stream order.
@@ -44,7 +47,7 @@ pub(crate) unsafe fn transfer(
 pub(crate) unsafe fn fill(stream: &Stream, dst: *mut u8, value: u8, bytes: usize) -> Result<()> {
     let raw = Handle(stream.as_raw());
     // SAFETY: the caller's.
-    Context::of(stream.device())?.ask(|api, own| unsafe { api.fill(own, raw, dst, value, bytes) })
+    Context::of(stream.device())?.put(raw, |api, own| unsafe { api.fill(own, raw, dst, value, bytes) })
 }
 
 /// Calls a function of the host once, in stream order; it may call nothing of a device. On the CPU it is called at once.

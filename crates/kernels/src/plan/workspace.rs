@@ -22,7 +22,8 @@ impl Workspace {
     /// # Errors
     /// When there is no such device, or the memory cannot be had.
     pub fn on(device: Device, bytes: usize) -> Result<Workspace> {
-        Ok(Workspace { buffer: Buffer::zeroed_on(device, bytes)? })
+        let buffer = Buffer::zeroed_on(device, bytes).map_err(|why| why.wanted_for("a workspace"))?;
+        Ok(Workspace { buffer })
     }
 
     /// Where it is.
@@ -31,7 +32,7 @@ impl Workspace {
     }
 
     /// Grows to `needed` bytes, where it is; a workspace that is large enough does not move. Belongs to planning, never to a
-    /// run: on a device it waits for runs that still use the old memory. Returns whether it moved.
+    /// run. Waits for nobody: runs that are under way keep the old memory until they have run. Returns whether it moved.
     ///
     /// # Errors
     /// When the memory cannot be had; the workspace is then as it was.
@@ -39,7 +40,7 @@ impl Workspace {
         if needed <= self.buffer.len() {
             return Ok(false);
         }
-        self.buffer = Buffer::zeroed_on(self.buffer.device(), needed)?;
+        *self = Workspace::on(self.buffer.device(), needed)?;
         Ok(true)
     }
 

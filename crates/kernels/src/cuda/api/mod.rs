@@ -4,6 +4,7 @@
 //! is tested where there is no card. Which of the two serves a process is settled once, at its first use: by the environment
 //! variable `MSTAR_CUDA` (`driver`, the default, or `emulated`), or by [`emulate`] in a test.
 
+mod elf;
 #[cfg(feature = "emulator")]
 mod emulated;
 mod real;
@@ -50,6 +51,8 @@ pub(crate) struct Properties {
     pub(crate) sm_count: u32,
     pub(crate) shared_per_block_optin: u32,
     pub(crate) memory_bytes: usize,
+    /// Whether memory can be had and given back in stream order.
+    pub(crate) pools: bool,
     pub(crate) driver_version: (u32, u32),
 }
 
@@ -114,6 +117,21 @@ pub(crate) trait Api: Send + Sync {
     /// # Safety
     /// `ptr` is of `allocate`, and freed once; no later work touches it.
     unsafe fn free(&self, context: Handle, ptr: *mut u8) -> Called<()>;
+    /// A pool of a device's memory that is kept for as long as the process lives. It keeps what was given back to it, and hands it
+    /// out again when the work that was to come before has run: it makes no stream wait for another one.
+    fn create_pool(&self, ordinal: u32) -> Called<Handle>;
+    /// Memory of a pool, aligned to 256 bytes, that is there for what comes later in the stream; `bytes` is not 0. Waits for
+    /// no work.
+    fn allocate_from(&self, context: Handle, pool: Handle, stream: Handle, bytes: usize) -> Called<*mut u8>;
+    /// Gives memory back to its pool in stream order. Waits for no work.
+    ///
+    /// # Safety
+    /// `ptr` is of `allocate_from`, and given back once; no work touches it but what comes before in this stream. The stream is live.
+    unsafe fn free_async(&self, context: Handle, stream: Handle, ptr: *mut u8) -> Called<()>;
+    /// Bytes that a pool holds of its device, and of which are handed out.
+    fn pool_bytes(&self, pool: Handle) -> Called<(usize, usize)>;
+    /// Gives what a pool does not use back to the device, as long as it holds more than `keep` bytes.
+    fn trim_pool(&self, pool: Handle, keep: usize) -> Called<()>;
     /// Host memory that the device reads and writes by itself, on a page; `bytes` is not 0.
     fn allocate_pinned(&self, context: Handle, bytes: usize) -> Called<*mut u8>;
     /// Frees it.
@@ -161,8 +179,8 @@ pub(crate) trait Api: Send + Sync {
         bytes: usize,
     ) -> Called<()>;
 
-    /// A stream that does not wait for the default one.
-    fn create_stream(&self, context: Handle) -> Called<Handle>;
+    /// A stream that does not wait for the default one. An urgent one gets what becomes free of the device before others.
+    fn create_stream(&self, context: Handle, urgent: bool) -> Called<Handle>;
     /// Waits for all that was put in.
     ///
     /// # Safety

@@ -11,7 +11,9 @@ use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use cudarc::driver::sys::CUfunction_attribute_enum as FunctionAttribute;
 
-use super::{Api, Called, Failed, FunctionAttributes, Handle, Image, Launch, OLDEST_DRIVER, Properties, Way};
+use super::{
+    Api, Called, Failed, FunctionAttributes, Handle, Image, Launch, OLDEST_DRIVER, Properties, Way, elf,
+};
 use crate::cards::NoCuda;
 
 const INVALID_VALUE: i32 = 1;
@@ -143,6 +145,7 @@ impl Api for Real {
                 Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
             )?,
             memory_bytes,
+            pools: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0,
             driver_version: self.version,
         })
     }
@@ -176,6 +179,72 @@ impl Api for Real {
     unsafe fn free(&self, context: Handle, ptr: *mut u8) -> Called<()> {
         // SAFETY: the caller's; the driver waits for work that is under way.
         within(context, || unsafe { call!(cuMemFree_v2(address(ptr))) })
+    }
+
+    fn create_pool(&self, ordinal: u32) -> Called<Handle> {
+        let mut pool: sys::CUmemoryPool = ptr::null_mut();
+        // SAFETY: a structure of numbers and one pointer, for which zeros mean "none".
+        let mut how: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
+        how.allocType = sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
+        how.handleTypes = sys::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_NONE;
+        how.location.type_ = sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE;
+        how.location.id = device(ordinal)?;
+        // SAFETY: reads the structure, writes one handle.
+        unsafe { call!(cuMemPoolCreate(&mut pool, &how)) }?;
+        use sys::CUmemPool_attribute_enum as Of;
+        // Kept, whatever was given back; and no allocation waits for the work that a free is to come after.
+        let (mut all, mut no) = (u64::MAX, 0 as c_int);
+        // SAFETY: the pool was just made; each attribute is of the type that its pointer is of.
+        let set = unsafe {
+            call!(cuMemPoolSetAttribute(
+                pool,
+                Of::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                ptr::from_mut(&mut all).cast()
+            ))
+            .and_then(|()| {
+                call!(cuMemPoolSetAttribute(
+                    pool,
+                    Of::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES,
+                    ptr::from_mut(&mut no).cast()
+                ))
+            })
+        };
+        if let Err(failed) = set {
+            // SAFETY: made above, and handed to nobody.
+            unsafe { call!(cuMemPoolDestroy(pool)) }?;
+            return Err(failed);
+        }
+        Ok(Handle(pool.cast()))
+    }
+
+    fn allocate_from(&self, context: Handle, pool: Handle, stream: Handle, bytes: usize) -> Called<*mut u8> {
+        within(context, || {
+            let mut ptr: sys::CUdeviceptr = 0;
+            // SAFETY: the pool and the stream are live by their makers' promise; writes one address.
+            unsafe { call!(cuMemAllocFromPoolAsync(&mut ptr, bytes, pool.0.cast(), stream.0.cast())) }?;
+            Ok(ptr as usize as *mut u8)
+        })
+    }
+
+    unsafe fn free_async(&self, context: Handle, stream: Handle, ptr: *mut u8) -> Called<()> {
+        // SAFETY: the caller's.
+        within(context, || unsafe { call!(cuMemFreeAsync(address(ptr), stream.0.cast())) })
+    }
+
+    fn pool_bytes(&self, pool: Handle) -> Called<(usize, usize)> {
+        use sys::CUmemPool_attribute_enum as Of;
+        let ask = |of| {
+            let mut bytes = 0u64;
+            // SAFETY: the pool is kept; both attributes are of this type.
+            unsafe { call!(cuMemPoolGetAttribute(pool.0.cast(), of, ptr::from_mut(&mut bytes).cast())) }?;
+            Ok(bytes as usize)
+        };
+        Ok((ask(Of::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?, ask(Of::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?))
+    }
+
+    fn trim_pool(&self, pool: Handle, keep: usize) -> Called<()> {
+        // SAFETY: the pool is kept.
+        unsafe { call!(cuMemPoolTrimTo(pool.0.cast(), keep)) }
     }
 
     fn allocate_pinned(&self, context: Handle, bytes: usize) -> Called<*mut u8> {
@@ -247,12 +316,17 @@ impl Api for Real {
         within(context, || unsafe { call!(cuMemsetD8Async(address(dst), value, bytes, stream.0.cast())) })
     }
 
-    fn create_stream(&self, context: Handle) -> Called<Handle> {
+    fn create_stream(&self, context: Handle, urgent: bool) -> Called<Handle> {
         within(context, || {
             let mut stream: sys::CUstream = ptr::null_mut();
             let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as c_uint;
-            // SAFETY: writes one handle.
-            unsafe { call!(cuStreamCreate(&mut stream, flags)) }?;
+            let (mut least, mut greatest) = (0, 0);
+            if urgent {
+                // SAFETY: writes two values.
+                unsafe { call!(cuCtxGetStreamPriorityRange(&mut least, &mut greatest)) }?;
+            }
+            // SAFETY: writes one handle; 0 is the priority of a stream that asks for none.
+            unsafe { call!(cuStreamCreateWithPriority(&mut stream, flags, greatest)) }?;
             Ok(Handle(stream.cast()))
         })
     }
@@ -327,9 +401,7 @@ impl Api for Real {
         let Image::Cubin(bytes) = image else {
             return Err(Failed { call: "cuModuleLoadData", code: INVALID_IMAGE });
         };
-        // The driver finds the end of an image by its own header. A buffer cut short would be read past its end, so nothing
-        // that is not an ELF file whose sections lie inside is handed over.
-        if !elf_lies_inside(bytes) {
+        if !elf::lies_inside(bytes) {
             return Err(Failed { call: "cuModuleLoadData", code: INVALID_IMAGE });
         }
         within(context, || {
@@ -479,49 +551,9 @@ impl Api for Real {
     }
 }
 
-/// Whether `bytes` hold a 64-bit little-endian ELF file with all of its headers and sections.
-fn elf_lies_inside(bytes: &[u8]) -> bool {
-    let number = |at: usize, width: usize| -> Option<usize> {
-        let field = bytes.get(at..at.checked_add(width)?)?;
-        Some(field.iter().rev().fold(0usize, |n, &byte| n << 8 | usize::from(byte)))
-    };
-    let inside = |start: usize, len: usize| start.checked_add(len).is_some_and(|end| end <= bytes.len());
-    let sections = || -> Option<bool> {
-        let (programs, program_size, program_count) = (number(0x20, 8)?, number(0x36, 2)?, number(0x38, 2)?);
-        let (table, size, count) = (number(0x28, 8)?, number(0x3a, 2)?, number(0x3c, 2)?);
-        if !inside(programs, program_size * program_count) || !inside(table, size * count) || count == 0 {
-            return Some(false);
-        }
-        for section in 0..count {
-            let at = table + section * size;
-            let (kind, start, len) = (number(at + 4, 4)?, number(at + 0x18, 8)?, number(at + 0x20, 8)?);
-            const NO_BITS: usize = 8;
-            if kind != NO_BITS && !inside(start, len) {
-                return Some(false);
-            }
-        }
-        Some(true)
-    };
-    bytes.starts_with(b"\x7fELF\x02\x01") && sections().unwrap_or(false)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn an_image_cut_short_is_refused() {
-        // Any ELF file will do; this program is one.
-        let whole = std::fs::read(std::env::current_exe().unwrap()).unwrap();
-        if !whole.starts_with(b"\x7fELF") {
-            return;
-        }
-        assert!(elf_lies_inside(&whole));
-        for cut in [0, 1, 5, 63, 64, whole.len() / 2, whole.len() - 64] {
-            assert!(!elf_lies_inside(&whole[..cut]), "{cut} bytes of {}", whole.len());
-        }
-        assert!(!elf_lies_inside(&[0; 4096]));
-    }
 
     #[test]
     fn f37_opening_the_driver_is_an_answer_not_a_panic() {

@@ -5,20 +5,22 @@
 //! early, and a staging buffer that is written again too early, are wrong here as they are on a card. And it is strict: a copy
 //! that leaves its allocation, a launch beyond a card's limits, and an allocation or a wait in a capture are errors.
 //!
-//! Work of all streams runs in the order in which it was put in, which satisfies every order that streams and events ask for.
+//! Who waits for a stream runs that stream and what it waits for, and no other: what relies on an order that no event asks for is
+//! wrong here too. Memory of the pool is poisoned when it is handed out and when it was given back.
 
 mod memory;
+mod queue;
+mod state;
 mod work;
 
-use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::thread::ThreadId;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use libloading::Library;
 
-use self::memory::Memory;
+use self::queue::{Item, Next, Numbers};
+use self::state::{Capture, EventState, State, pass};
 use self::work::{Entry, Kernel, Work};
 use super::{Api, Called, Failed, FunctionAttributes, Handle, Image, Launch, Properties, Way};
 
@@ -45,39 +47,8 @@ const MOST_THREADS: u32 = 1024;
 /// The one emulated device.
 pub(super) struct Emulated {
     state: Mutex<State>,
-    /// Held by whoever runs work, so that it runs in order.
-    turn: Mutex<()>,
-}
-
-struct State {
-    last_handle: usize,
-    memory: Memory,
-    waiting: VecDeque<(Handle, Work)>,
-    /// What went wrong while work ran; the next wait reports it.
-    fault: Option<Failed>,
-    streams: HashMap<usize, Option<usize>>,
-    captures: HashMap<usize, Capture>,
-    events: HashMap<usize, EventState>,
-    modules: HashMap<usize, &'static Library>,
-    functions: HashMap<usize, Kernel>,
-    graphs: HashMap<usize, Arc<Vec<Work>>>,
-}
-
-/// What a stream takes down.
-struct Capture {
-    origin: Handle,
-    thread: ThreadId,
-    work: Vec<Work>,
-    broken: bool,
-}
-
-#[derive(Default)]
-struct EventState {
-    timed: bool,
-    /// Records that were put in and have not run.
-    waiting: usize,
-    passed: Option<Instant>,
-    capture: Option<usize>,
+    /// Told whenever a piece of work has run.
+    ran: Condvar,
 }
 
 static DEVICE: OnceLock<&Emulated> = OnceLock::new();
@@ -86,71 +57,11 @@ fn fail<T>(call: &'static str, code: i32) -> Called<T> {
     Err(Failed { call, code })
 }
 
-impl State {
-    fn handle(&mut self) -> Handle {
-        self.last_handle += 16;
-        Handle(self.last_handle as *mut c_void)
-    }
-
-    /// The capture that a stream takes part in.
-    fn stream(&self, call: &'static str, stream: Handle) -> Called<Option<usize>> {
-        self.streams.get(&(stream.0 as usize)).copied().ok_or(Failed { call, code: INVALID_HANDLE })
-    }
-
-    fn event(&mut self, call: &'static str, event: Handle) -> Called<&mut EventState> {
-        self.events.get_mut(&(event.0 as usize)).ok_or(Failed { call, code: INVALID_HANDLE })
-    }
-
-    fn kernel(&self, call: &'static str, function: Handle) -> Called<Kernel> {
-        self.functions.get(&(function.0 as usize)).copied().ok_or(Failed { call, code: INVALID_HANDLE })
-    }
-
-    /// Refuses a call that a capture of this thread does not allow, and spoils the capture, as a driver does.
-    fn not_in_capture(&mut self, call: &'static str) -> Called<()> {
-        let thread = std::thread::current().id();
-        let mut inside = false;
-        for capture in self.captures.values_mut().filter(|capture| capture.thread == thread) {
-            capture.broken = true;
-            inside = true;
-        }
-        if inside { fail(call, CAPTURE_UNSUPPORTED) } else { Ok(()) }
-    }
-
-    /// Takes work down, when the stream is captured; else gives it back.
-    fn take_down(&mut self, call: &'static str, stream: Handle, work: Work) -> Called<Option<Work>> {
-        let Some(id) = self.stream(call, stream)? else { return Ok(Some(work)) };
-        let capture = self.captures.get_mut(&id).expect("a stream names a capture only while it lasts");
-        if capture.broken {
-            return fail(call, CAPTURE_INVALIDATED);
-        }
-        if let Work::Copy { way, src, dst, bytes } = work {
-            let host = if way == Way::HostToDevice { src } else { dst };
-            if way != Way::DeviceToDevice && !self.memory.is_pinned(host, bytes) {
-                capture.broken = true;
-                return fail(call, CAPTURE_UNSUPPORTED);
-            }
-        }
-        capture.work.push(work);
-        Ok(None)
-    }
-}
-
 impl Emulated {
     pub(super) fn open() -> &'static Emulated {
-        let state = State {
-            last_handle: 0,
-            memory: Memory::default(),
-            waiting: VecDeque::with_capacity(MOST_WAITING),
-            fault: None,
-            streams: HashMap::from([(0, None)]),
-            captures: HashMap::new(),
-            events: HashMap::new(),
-            modules: HashMap::new(),
-            functions: HashMap::new(),
-            graphs: HashMap::new(),
-        };
-        DEVICE
-            .get_or_init(|| Box::leak(Box::new(Emulated { state: Mutex::new(state), turn: Mutex::new(()) })))
+        DEVICE.get_or_init(|| {
+            Box::leak(Box::new(Emulated { state: Mutex::new(State::new()), ran: Condvar::new() }))
+        })
     }
 
     /// A kernel that panicked left the books whole: nothing is run while they are held.
@@ -162,41 +73,57 @@ impl Emulated {
         let full = {
             let mut state = self.state();
             let Some(work) = state.take_down(call, stream, work)? else { return Ok(()) };
-            if let Work::Record { event } = work {
+            let marks = if let Work::Record { event } = work { Some(event) } else { None };
+            if let Some(event) = marks {
                 state.event(call, event)?.waiting += 1;
             }
-            state.waiting.push_back((stream, work));
-            state.waiting.len() >= MOST_WAITING
+            let number = state.queue.push(stream, work);
+            if let Some(event) = marks {
+                state.event(call, event)?.mark = number;
+            }
+            state.queue.len() >= MOST_WAITING
         };
-        if full { self.run_waiting() } else { Ok(()) }
+        if full { self.run_all() } else { Ok(()) }
     }
 
     /// Runs everything that was put in, and reports what went wrong since the last time.
-    fn run_waiting(&self) -> Called<()> {
-        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+    fn run_all(&self) -> Called<()> {
+        let all = self.state().queue.all();
+        self.run_these(&all)
+    }
+
+    /// Runs these, beside whoever else runs some of them, and reports what went wrong since the last time.
+    fn run_these(&self, numbers: &Numbers) -> Called<()> {
+        let mut state = self.state();
         loop {
-            let Some((_, work)) = self.state().waiting.pop_front() else { break };
-            self.run(&work);
+            match state.queue.next(numbers) {
+                Next::Run(Item { number, work, .. }) => {
+                    drop(state);
+                    self.run(&work);
+                    state = self.state();
+                    state.queue.done(number);
+                    self.ran.notify_all();
+                }
+                Next::Wait => state = self.ran.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Next::Nothing => break,
+            }
         }
-        drop(turn);
-        match self.state().fault.take() {
+        match state.fault.take() {
             Some(failed) => Err(failed),
             None => Ok(()),
         }
     }
 
-    /// Runs what was put in for somebody who asks and does not wait: beside them, where a function of the host is among it, which may
+    /// Runs these for somebody who asks and does not wait: beside them, where a function of the host is among it, which may
     /// take as long as it likes.
-    fn run_unwaited(&self) -> Called<()> {
-        if !self.state().waiting.iter().any(|(_, work)| matches!(work, Work::Call { .. }))
-            && self.turn.try_lock().is_ok()
-        {
-            return self.run_waiting();
+    fn run_unwaited(&self, numbers: Numbers) -> Called<()> {
+        if !self.state().queue.calls_the_host(&numbers) {
+            return self.run_these(&numbers);
         }
         if let Some(device) = DEVICE.get() {
             // What goes wrong there is kept, and told to the next who waits.
-            std::thread::spawn(|| {
-                if let Err(failed) = device.run_waiting() {
+            std::thread::spawn(move || {
+                if let Err(failed) = device.run_these(&numbers) {
                     device.state().fault.get_or_insert(failed);
                 }
             });
@@ -206,14 +133,9 @@ impl Emulated {
 
     fn run(&self, work: &Work) {
         match work {
-            Work::Record { event } => {
-                // An event may have been destroyed before what it marks has run.
-                if let Ok(event) = self.state().event("cuEventRecord", *event) {
-                    event.waiting -= 1;
-                    event.passed = Some(Instant::now());
-                }
-            }
+            Work::Record { event } => pass(&mut self.state().events, *event),
             Work::Graph(works) => works.iter().for_each(|work| self.run(work)),
+            Work::Free { at } => self.state().memory.left(*at),
             _ => {
                 // SAFETY: whoever put it in promised that it may run until somebody has waited for it.
                 if let Err(failed) = unsafe { work.run() } {
@@ -232,6 +154,7 @@ fn properties() -> Properties {
         sm_count: 4,
         shared_per_block_optin: SHARED_PER_BLOCK,
         memory_bytes: memory::BYTES,
+        pools: true,
         driver_version: (12, 8),
     }
 }
@@ -265,9 +188,51 @@ impl Api for Emulated {
 
     unsafe fn free(&self, _context: Handle, ptr: *mut u8) -> Called<()> {
         self.state().not_in_capture("cuMemFree_v2")?;
-        let ran = self.run_waiting();
+        let ran = self.run_all();
         self.state().memory.free(ptr)?;
         ran
+    }
+
+    fn create_pool(&self, _ordinal: u32) -> Called<Handle> {
+        Ok(self.state().handle())
+    }
+
+    fn allocate_from(
+        &self,
+        _context: Handle,
+        _pool: Handle,
+        stream: Handle,
+        bytes: usize,
+    ) -> Called<*mut u8> {
+        const CALL: &str = "cuMemAllocFromPoolAsync";
+        let mut state = self.state();
+        if state.stream(CALL, stream)?.is_some() {
+            return fail(CALL, CAPTURE_UNSUPPORTED);
+        }
+        let State { queue, memory, events, .. } = &mut *state;
+        queue.frees_that_are_due(|at| memory.left(at), |event| pass(events, event));
+        memory.allocate_pooled(bytes)
+    }
+
+    unsafe fn free_async(&self, _context: Handle, stream: Handle, ptr: *mut u8) -> Called<()> {
+        const CALL: &str = "cuMemFreeAsync";
+        {
+            let mut state = self.state();
+            if state.stream(CALL, stream)?.is_some() {
+                return fail(CALL, CAPTURE_UNSUPPORTED);
+            }
+            state.memory.leave(ptr)?;
+        }
+        self.put(CALL, stream, Work::Free { at: ptr as usize })
+    }
+
+    fn pool_bytes(&self, _pool: Handle) -> Called<(usize, usize)> {
+        Ok(self.state().memory.pool_bytes())
+    }
+
+    fn trim_pool(&self, _pool: Handle, keep: usize) -> Called<()> {
+        self.state().memory.trim(keep);
+        Ok(())
     }
 
     fn allocate_pinned(&self, _context: Handle, bytes: usize) -> Called<*mut u8> {
@@ -278,7 +243,7 @@ impl Api for Emulated {
 
     unsafe fn free_pinned(&self, _context: Handle, ptr: *mut u8) -> Called<()> {
         self.state().not_in_capture("cuMemFreeHost")?;
-        let ran = self.run_waiting();
+        let ran = self.run_all();
         self.state().memory.free_pinned(ptr)?;
         ran
     }
@@ -312,7 +277,11 @@ impl Api for Emulated {
         };
         self.put(call, stream, Work::Copy { way, src, dst, bytes })?;
         // Memory that is not pinned is staged: the host waits until it was read or written.
-        if staged { self.run_waiting() } else { Ok(()) }
+        if !staged {
+            return Ok(());
+        }
+        let needed = self.state().queue.of_stream(stream);
+        self.run_these(&needed)
     }
 
     unsafe fn copy_peer(
@@ -342,7 +311,7 @@ impl Api for Emulated {
         self.put("cuMemsetD8Async", stream, Work::Fill { dst: dst as usize, value, bytes })
     }
 
-    fn create_stream(&self, _context: Handle) -> Called<Handle> {
+    fn create_stream(&self, _context: Handle, _urgent: bool) -> Called<Handle> {
         let mut state = self.state();
         let stream = state.handle();
         state.streams.insert(stream.0 as usize, None);
@@ -350,28 +319,30 @@ impl Api for Emulated {
     }
 
     unsafe fn synchronize_stream(&self, _context: Handle, stream: Handle) -> Called<()> {
-        {
+        let needed = {
             let mut state = self.state();
             state.not_in_capture("cuStreamSynchronize")?;
             if let Some(id) = state.stream("cuStreamSynchronize", stream)? {
                 state.captures.get_mut(&id).expect("it lasts").broken = true;
                 return fail("cuStreamSynchronize", CAPTURE_UNSUPPORTED);
             }
-        }
-        self.run_waiting()
+            state.queue.of_stream(stream)
+        };
+        self.run_these(&needed)
     }
 
     unsafe fn query_stream(&self, _context: Handle, stream: Handle) -> Called<bool> {
-        {
+        let needed = {
             let mut state = self.state();
             state.not_in_capture("cuStreamQuery")?;
             state.stream("cuStreamQuery", stream)?;
-            if !state.waiting.iter().any(|(of, _)| *of == stream) {
+            if !state.queue.is_busy(stream) {
                 return Ok(true);
             }
-        }
+            state.queue.of_stream(stream)
+        };
         // "Not yet", and before long it has run.
-        self.run_unwaited()?;
+        self.run_unwaited(needed)?;
         Ok(false)
     }
 
@@ -412,7 +383,7 @@ impl Api for Emulated {
     }
 
     unsafe fn query_event(&self, _context: Handle, event: Handle) -> Called<bool> {
-        {
+        let needed = {
             let mut state = self.state();
             state.not_in_capture("cuEventQuery")?;
             let event = state.event("cuEventQuery", event)?;
@@ -422,28 +393,38 @@ impl Api for Emulated {
             if event.waiting == 0 {
                 return Ok(true);
             }
-        }
-        self.run_unwaited()?;
+            let mark = event.mark;
+            state.queue.up_to(mark)
+        };
+        self.run_unwaited(needed)?;
         Ok(false)
     }
 
     unsafe fn synchronize_event(&self, _context: Handle, event: Handle) -> Called<()> {
-        {
+        let needed = {
             let mut state = self.state();
             state.not_in_capture("cuEventSynchronize")?;
-            if state.event("cuEventSynchronize", event)?.capture.is_some() {
+            let event = state.event("cuEventSynchronize", event)?;
+            if event.capture.is_some() {
                 return fail("cuEventSynchronize", CAPTURED_EVENT);
             }
-        }
-        self.run_waiting()
+            let mark = event.mark;
+            state.queue.up_to(mark)
+        };
+        self.run_these(&needed)
     }
 
     unsafe fn wait_event(&self, _context: Handle, stream: Handle, event: Handle) -> Called<()> {
         let mut state = self.state();
         let waits = state.stream("cuStreamWaitEvent", stream)?;
-        let marked = state.event("cuStreamWaitEvent", event)?.capture;
+        let EventState { capture: marked, mark, .. } = *state.event("cuStreamWaitEvent", event)?;
         match (waits, marked.filter(|id| state.captures.contains_key(id))) {
-            (None, None) => Ok(()),
+            (None, None) => {
+                if state.queue.is_pending(mark) {
+                    state.queue.push(stream, Work::Wait { mark });
+                }
+                Ok(())
+            }
             // The stream joins the capture.
             (None, Some(id)) => {
                 state.streams.insert(stream.0 as usize, Some(id));

@@ -61,16 +61,42 @@ impl Params {
 /// One piece of work.
 #[expect(clippy::large_enum_variant, reason = "most work is launches, and none of it allocates")]
 pub(super) enum Work {
-    Launch { entry: Entry, launch: Launch, params: Params },
-    Copy { way: Way, src: usize, dst: usize, bytes: usize },
-    Fill { dst: usize, value: u8, bytes: usize },
-    Call { call: unsafe extern "C" fn(*mut c_void), data: Handle },
-    Record { event: Handle },
+    Launch {
+        entry: Entry,
+        launch: Launch,
+        params: Params,
+    },
+    Copy {
+        way: Way,
+        src: usize,
+        dst: usize,
+        bytes: usize,
+    },
+    Fill {
+        dst: usize,
+        value: u8,
+        bytes: usize,
+    },
+    Call {
+        call: unsafe extern "C" fn(*mut c_void),
+        data: Handle,
+    },
+    Record {
+        event: Handle,
+    },
+    /// Holds a stream until the record of this number has run.
+    Wait {
+        mark: u64,
+    },
+    /// Memory of the pool given back.
+    Free {
+        at: usize,
+    },
     Graph(Arc<Vec<Work>>),
 }
 
 impl Work {
-    /// Runs what touches memory; events and graphs are the device's.
+    /// Runs what touches memory; events, graphs and the pool are the device's.
     ///
     /// # Safety
     /// What was promised when it was put in still holds.
@@ -93,7 +119,7 @@ impl Work {
             Work::Fill { dst, value, bytes } => unsafe { (*dst as *mut u8).write_bytes(*value, *bytes) },
             // SAFETY: the caller's.
             Work::Call { call, data } => unsafe { call(data.0) },
-            Work::Record { .. } | Work::Graph(_) => {}
+            Work::Record { .. } | Work::Wait { .. } | Work::Free { .. } | Work::Graph(_) => {}
         }
         Ok(())
     }
