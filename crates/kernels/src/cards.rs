@@ -22,6 +22,8 @@ pub struct Card {
     pub memory_bytes: usize,
     /// Its compute capability, as (major, minor): (9, 0) is `sm_90`.
     pub compute_capability: (c_int, c_int),
+    /// Whether its memory comes from pools: taking it and giving it back then waits for no work.
+    pub pools: bool,
 }
 
 /// Why there is no driver to ask.

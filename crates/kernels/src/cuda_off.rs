@@ -160,6 +160,27 @@ pub fn call_host(stream: &Stream, call: impl FnOnce() + Send + 'static) -> Resul
     Ok(())
 }
 
+/// What a cache's entries will go through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moving {
+    /// Tokens into slots, by an array on the device.
+    Scatter,
+    /// Tokens into slots, by a slice of the host's.
+    ScatterListed,
+    /// Pages to pages.
+    Copy,
+    /// Pages into tokens, by a slice of the host's.
+    Unpage,
+}
+
+/// Nothing, on the CPU.
+///
+/// # Errors
+/// [`Error::NoDevice`] for every other device.
+pub fn prepare_moves(device: Device, _moving: &[Moving], _bytes: &[usize]) -> Result<()> {
+    if device == Device::Cpu { Ok(()) } else { none(device) }
+}
+
 /// Memory of a driver: there is none in this build.
 #[derive(Debug)]
 pub(crate) struct Memory(Infallible);

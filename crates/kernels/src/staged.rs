@@ -50,7 +50,7 @@ impl Staged {
         let device = stream.device();
         let mut staged = Staged {
             device,
-            bytes: Buffer::zeroed_on(device, bytes)?,
+            bytes: Staged::room(device, bytes)?,
             len: 0,
             blocks: Vec::new(),
             outgrown: Vec::new(),
@@ -62,6 +62,10 @@ impl Staged {
             }
         }
         Ok(staged)
+    }
+
+    fn room(device: Device, bytes: usize) -> Result<Buffer> {
+        Buffer::zeroed_on(device, bytes).map_err(|why| why.wanted_for("a plan's tables"))
     }
 
     /// Replaces the bytes by `bytes`, in stream order: what is put into the stream afterwards reads them. The address stays
@@ -111,7 +115,7 @@ impl Staged {
         if len <= self.bytes.len() {
             return Ok(false);
         }
-        let larger = Buffer::zeroed_on(self.device, len.max(2 * self.bytes.len()))?;
+        let larger = Staged::room(self.device, len.max(2 * self.bytes.len()))?;
         let outgrown = std::mem::replace(&mut self.bytes, larger);
         if self.device != Device::Cpu && !outgrown.is_empty() {
             self.outgrown.push(outgrown);

@@ -24,6 +24,7 @@ use mstar_core::{
     Step, StepSerial,
 };
 use mstar_kernels::cpu::gather::gather_rows_at;
+use mstar_kernels::cuda::{Moving, prepare_moves};
 use mstar_kernels::mutant::planted;
 use mstar_kernels::{TensorMut, TensorRef};
 
@@ -33,7 +34,7 @@ pub use planner::DensePlanner;
 pub use prefixes::GatherCounts;
 
 use self::prefixes::Prefixes;
-use crate::{Inputs, Outputs, run};
+use crate::{Geometry, Inputs, Outputs, run};
 
 /// Attention over `[stored prefix | the step's own tokens]`, the latter taken straight from the layer.
 ///
@@ -67,6 +68,12 @@ impl DenseAttention {
         let kv = cx.paged_cache()?;
         let planner = DensePlanner::new(cx, options.prefix)?;
         let foreseen = cx.largest.map_or(0, bound::prefix_tokens);
+        if options.prefix == PrefixSource::Gathered {
+            let Geometry { num_kv_heads: g, head_dim_qk: d, kv_dtype, .. } = planner.geometry;
+            let runs = [d, g * d].map(|width| width * kv_dtype.size());
+            prepare_moves(cx.stream.device(), &[Moving::Unpage], &runs)
+                .map_err(|why| Error::backend(cx.name.as_str(), why))?;
+        }
         let prefixes =
             Prefixes::new(cx.stream, cx.name.clone(), planner.geometry, cx.geometry.num_layers, foreseen);
         Ok(DenseAttention { kv, options, plans: planner.plans(cx)?, prefixes, state: Mutex::default() })

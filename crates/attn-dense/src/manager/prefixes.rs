@@ -76,7 +76,8 @@ impl Memory {
         layers: usize,
         tokens: usize,
     ) -> mstar_kernels::Result<Memory> {
-        let buffer = Buffer::zeroed_on(stream.device(), Memory::bytes(geometry, layers, tokens)?)?;
+        let buffer = Buffer::zeroed_on(stream.device(), Memory::bytes(geometry, layers, tokens)?);
+        let buffer = buffer.map_err(|why| why.wanted_for("gathered prefixes"))?;
         Ok(Memory { stream, buffer, geometry: *geometry, tokens })
     }
 

@@ -68,6 +68,7 @@ mod tests {
             name: "NVIDIA H200".into(),
             memory_bytes: 1 << 37,
             compute_capability: (9, 0),
+            pools: true,
         };
         Ok(Driver { version: (12, 8), cards: (0..cards).map(card).collect() })
     }

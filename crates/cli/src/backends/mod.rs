@@ -73,7 +73,9 @@ fn as_text(machine: &Machine, driver: &Result<Driver, NoCuda>) -> String {
             out += &wrap("  cuda     ", &format!("driver for CUDA {major}.{minor}; {cards}"));
             for card in &driver.cards {
                 let (major, minor) = card.compute_capability;
-                let line = format!("{}, sm_{major}{minor}, {}", card.name, bytes(card.memory_bytes as u128));
+                let pools = if card.pools { "from pools" } else { "without pools: to take or free it waits" };
+                let of = bytes(card.memory_bytes as u128);
+                let line = format!("{}, sm_{major}{minor}, {of} of memory, {pools}", card.name);
                 out += &wrap(&format!("  cuda:{:<4}", card.ordinal), &line);
             }
         }
@@ -152,6 +154,7 @@ fn as_json(machine: &Machine, driver: &Result<Driver, NoCuda>) -> Value {
                 "name": card.name,
                 "compute_capability": format!("{}.{}", card.compute_capability.0, card.compute_capability.1),
                 "memory_bytes": card.memory_bytes,
+                "memory_pools": card.pools,
             })).collect::<Vec<_>>(),
         }),
     };
@@ -191,12 +194,16 @@ mod tests {
             name: "NVIDIA H200 with a name that is much longer than any real card has ever had before".into(),
             memory_bytes: 1 << 37,
             compute_capability: (9, 0),
+            pools: true,
         };
+        let without = Card { pools: false, ..card.clone() };
+        let said = |card| as_text(&Machine::probe(), &Ok(Driver { version: (12, 8), cards: vec![card] }));
+        assert!(said(without.clone()).contains("without pools") && said(card.clone()).contains("from pools"));
         let drivers = [
             Err(NoCuda::NoDriver { tried: "libcuda.so.1, libcuda.so".into() }),
             Err(NoCuda::Broken { call: "cuInit", code: Some(999) }),
             Ok(Driver { version: (12, 8), cards: vec![] }),
-            Ok(Driver { version: (12, 8), cards: vec![card] }),
+            Ok(Driver { version: (12, 8), cards: vec![card, without] }),
         ];
         for driver in drivers {
             let text = as_text(&Machine::probe(), &driver);

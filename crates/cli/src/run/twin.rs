@@ -17,7 +17,10 @@ impl Twin {
     pub(super) fn new(stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Twin> {
         let device = match stream.device() {
             Device::Cpu => None,
-            device => Some(Buffer::for_tensor_on(device, dtype, shape)?),
+            device => {
+                let made = Buffer::for_tensor_on(device, dtype, shape);
+                Some(made.map_err(|why| why.wanted_for("an array of a forward"))?)
+            }
         };
         let host = match &device {
             None => Buffer::for_tensor(dtype, shape)?,

@@ -8,7 +8,7 @@
 use std::ptr::NonNull;
 
 use mstar_kernels::cpu::scatter::scatter_at;
-use mstar_kernels::cuda::{Event, OwnedStream};
+use mstar_kernels::cuda::{Event, Moving, OwnedStream, prepare_moves};
 use mstar_kernels::mutant::planted;
 use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef, copy_async};
 
@@ -78,12 +78,25 @@ impl HostPages {
     }
 }
 
+/// Bytes of the runs that a cache's entries move in: of a head and of a token's heads, or of a latent's two parts and of both; of
+/// a plane's entry.
+fn runs(config: &KvConfig) -> Vec<usize> {
+    let widths = match config.layout {
+        KvLayout::Nhd { num_kv_heads, head_dim } => vec![head_dim, num_kv_heads * head_dim],
+        KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e } => vec![c, e, c + e],
+    };
+    let planes = config.planes.iter().map(|plane| plane.width * plane.dtype.size());
+    widths.into_iter().map(|width| width * config.dtype.size()).chain(planes).collect()
+}
+
 impl KvMemory {
     /// Zeroed memory for a checked geometry, on `stream`'s device. Copies between pages go on `stream`, in order with the
     /// layers that write and read them.
     pub(super) fn new(config: &KvConfig, stream: Stream) -> Result<KvMemory> {
         config.check()?;
         let device = stream.device();
+        // A step moves entries without compiling anything.
+        prepare_moves(device, &[Moving::Scatter], &runs(config))?;
         let planes = config.all_planes().expect("a checked geometry has a size");
         let planes = planes.into_iter().map(|Stored { name, dtype, width, layers: some }| {
             let layers = some.as_ref().map_or(config.num_layers, Vec::len);
@@ -91,7 +104,9 @@ impl KvMemory {
                 (0..config.num_layers).map(|layer| some.iter().position(|&l| l == layer)).collect()
             });
             let shape = [layers, config.max_num_pages, config.page_size, width];
-            let mut buffer = Buffer::for_tensor_on(device, dtype, &shape)?;
+            let wanted = format_args!("{} pages ({name})", config.max_num_pages);
+            let buffer = Buffer::for_tensor_on(device, dtype, &shape);
+            let mut buffer = buffer.map_err(|why| why.wanted_for(wanted))?;
             let bytes = buffer.len();
             let start = buffer.tensor_mut(0, DType::U8, &[bytes])?.as_mut_ptr();
             let base = NonNull::new(start).expect("a buffer's memory is never null");

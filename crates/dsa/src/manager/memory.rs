@@ -98,12 +98,16 @@ pub(crate) struct Memory {
     turns: u64,
 }
 
+fn room(device: Device, bytes: usize) -> Result<Buffer> {
+    Buffer::zeroed_on(device, bytes).map_err(|why| why.wanted_for("picks and their workspace"))
+}
+
 impl Memory {
     pub(crate) fn new(device: Device, sizes: Sizes) -> Result<Memory> {
         Ok(Memory {
-            selection: Buffer::zeroed_on(device, sizes.selection)?,
-            staging: Buffer::zeroed_on(device, sizes.staging)?,
-            workspace: Buffer::zeroed_on(device, sizes.workspace)?,
+            selection: room(device, sizes.selection)?,
+            staging: room(device, sizes.staging)?,
+            workspace: room(device, sizes.workspace)?,
             stored: None,
             selected: None,
             turns: 0,
@@ -130,7 +134,7 @@ impl Memory {
         ];
         for (buffer, needed) in parts {
             if buffer.len() < needed {
-                *buffer = Buffer::zeroed_on(buffer.device(), needed)?;
+                *buffer = room(buffer.device(), needed)?;
             }
         }
         Ok(())

@@ -21,6 +21,7 @@ const SUCCESS: c_int = 0;
 const NO_DEVICE: c_int = 100;
 const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
 const COMPUTE_CAPABILITY_MINOR: c_int = 76;
+const MEMORY_POOLS_SUPPORTED: c_int = 115;
 /// More cards than a host has; a driver that reports more is not believed.
 const MOST_CARDS: c_int = 1024;
 
@@ -83,7 +84,7 @@ fn ask(library: &Library) -> Result<Driver, NoCuda> {
     check("cuDeviceGetCount", unsafe { count(&mut cards) })?;
     let mut found = Vec::new();
     for ordinal in 0..cards.clamp(0, MOST_CARDS) {
-        let (mut device, mut bytes, mut major, mut minor) = (0, 0usize, 0, 0);
+        let (mut device, mut bytes, mut major, mut minor, mut pools) = (0, 0usize, 0, 0, 0);
         let mut text = [0 as c_char; 256];
         // SAFETY: `ordinal` is below the driver's count; each call writes one value, or at most 256 characters.
         unsafe {
@@ -92,6 +93,10 @@ fn ask(library: &Library) -> Result<Driver, NoCuda> {
             check("cuDeviceTotalMem", memory(&mut bytes, device))?;
             check("cuDeviceGetAttribute", attribute(&mut major, COMPUTE_CAPABILITY_MAJOR, device))?;
             check("cuDeviceGetAttribute", attribute(&mut minor, COMPUTE_CAPABILITY_MINOR, device))?;
+            // A driver that knows no such attribute has no pools.
+            if attribute(&mut pools, MEMORY_POOLS_SUPPORTED, device) != SUCCESS {
+                pools = 0;
+            }
         }
         let name: Vec<u8> = text.iter().take_while(|&&c| c != 0).map(|&c| c as u8).collect();
         found.push(Card {
@@ -99,6 +104,7 @@ fn ask(library: &Library) -> Result<Driver, NoCuda> {
             name: String::from_utf8_lossy(&name).into_owned(),
             memory_bytes: bytes,
             compute_capability: (major, minor),
+            pools: pools != 0,
         });
     }
     Ok(Driver { version, cards: found })

@@ -45,6 +45,7 @@ pub use driver::driver;
 pub(crate) use exec::StagedList;
 pub use graph::{Graph, capture};
 pub use launch::{Function, Module, launch};
+pub use moves::{Moving, prepare_moves};
 pub use pool::Pooled;
 pub use queue::{Event, OwnedStream};
 pub use transfer::call_host;

@@ -3,17 +3,20 @@
 //! Where entries go is an array on the device, which a captured run reads anew each time, or a slice of the host's, which travels
 //! with the launches, some hundred entries each: neither is copied, and nobody waits.
 
+use std::collections::BTreeSet;
+
 use bytemuck::{Pod, Zeroable};
 
 use crate::cpu::tokens::Tokens;
 use crate::cuda::jit::{self, Key, Unit};
 use crate::cuda::{Context, Launch, launch};
-use crate::{Result, Stream};
+use crate::{Device, Result, Stream};
 
 const WARPS: usize = 8;
 const THREADS: u32 = WARPS as u32 * 32;
 /// Numbers that a launch brings along.
 const LISTED: usize = 480;
+const COPY: &str = "copy_list";
 
 /// As in `cu/move.cu`; distances in bytes.
 #[repr(C)]
@@ -59,6 +62,55 @@ pub(crate) struct Moves<'a> {
     pub(crate) to: Tokens,
 }
 
+/// What a cache's entries will go through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moving {
+    /// Tokens into slots, by an array on the device.
+    Scatter,
+    /// Tokens into slots, by a slice of the host's.
+    ScatterListed,
+    /// Pages to pages.
+    Copy,
+    /// Pages into tokens, by a slice of the host's.
+    Unpage,
+}
+
+impl Moving {
+    fn entry(self) -> &'static str {
+        match self {
+            Moving::Scatter => "scatter_at",
+            Moving::ScatterListed => "scatter_list",
+            Moving::Copy => COPY,
+            Moving::Unpage => "unpage_list",
+        }
+    }
+}
+
+/// Compiles and loads what moves runs of `bytes` bytes each, so that moving them compiles nothing: for entries and pages that
+/// lie on multiples of their run's alignment. Others are compiled when they come. Nothing on the CPU.
+///
+/// # Errors
+/// A kernel that cannot be built; a device that is not there.
+pub fn prepare_moves(device: Device, moving: &[Moving], bytes: &[usize]) -> Result<()> {
+    if device == Device::Cpu {
+        return Ok(());
+    }
+    let units: BTreeSet<usize> =
+        bytes.iter().filter(|&&run| run > 0).map(|&run| unit_of(run as u64)).collect();
+    let keys: Vec<Key> =
+        moving.iter().flat_map(|moving| units.iter().map(|&unit| key(moving.entry(), unit))).collect();
+    jit::prepare(device, &keys)
+}
+
+/// The widest load that divides `all`.
+fn unit_of(all: u64) -> usize {
+    [16, 4, 2].into_iter().find(|unit| all.is_multiple_of(*unit)).unwrap_or(1) as usize
+}
+
+fn key(entry: &'static str, unit: usize) -> Key {
+    Key::new(Unit::MOVE, entry).with("UNIT", unit as i64)
+}
+
 /// Which entries go where.
 #[derive(Clone, Copy)]
 pub(crate) enum Path {
@@ -102,15 +154,13 @@ impl Moves<'_> {
                 | array.inner as u64
                 | if chunks > 1 { array.chunk as u64 } else { 0 }
         });
-        let unit = [16, 4, 2].into_iter().find(|unit| all % unit == 0).unwrap_or(1);
         let of = Move { from, to, chunks: chunks as u32, chunk_bytes: bytes as u32, ..Move::default() };
-        (of, unit as usize)
+        (of, unit_of(all))
     }
 
     fn go<P: Pod>(&self, entry: &'static str, unit: usize, entries: usize, params: &P) -> Result<()> {
         let device = self.stream.device();
-        let key = Key::new(Unit::MOVE, entry).with("UNIT", unit as i64);
-        let function = jit::function(device, &key)?;
+        let function = jit::function(device, &key(entry, unit))?;
         let most = 16 * Context::of(device)?.sm_count() as usize;
         let blocks = entries.div_ceil(WARPS).clamp(1, most) as u32;
         let how = Launch { grid: [blocks, 1, 1], block: THREADS, shared: 0 };
@@ -182,7 +232,7 @@ impl Moves<'_> {
                 count += 1;
             }
             params.of.entries = count as u64;
-            self.go("copy_list", unit, count * page_size, &params)?;
+            self.go(COPY, unit, count * page_size, &params)?;
         }
         Ok(())
     }

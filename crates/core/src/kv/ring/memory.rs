@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use mstar_kernels::cpu::scatter::{scatter, scatter_at};
+use mstar_kernels::cuda::{Moving, prepare_moves};
 use mstar_kernels::mutant::planted;
 use mstar_kernels::{
     Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef, copy_async, fill,
@@ -47,9 +48,16 @@ impl RingMemory {
     pub(super) fn new(config: &Arc<RingConfig>, stream: Stream) -> Result<RingMemory> {
         config.check()?;
         let device = stream.device();
+        // A pass moves frames without compiling anything.
+        let runs = [config.head_dim, config.head_dim_vo].map(|width| width * config.dtype.size());
+        let heads = runs.map(|run| run * config.num_kv_heads);
+        prepare_moves(device, &[Moving::Scatter, Moving::ScatterListed], &[runs, heads].concat())?;
         let layers = config.layers.iter().map(|&geometry| {
             let (tokens, heads) = (config.layer_tokens(&geometry), config.num_kv_heads);
-            let buffer = |width| Buffer::for_tensor_on(device, config.dtype, &[tokens, heads, width]);
+            let buffer = |width| {
+                let made = Buffer::for_tensor_on(device, config.dtype, &[tokens, heads, width]);
+                made.map_err(|why| why.wanted_for("a layer of all worlds"))
+            };
             Ok(Layer { geometry, k: buffer(config.head_dim)?, v: buffer(config.head_dim_vo)? })
         });
         let layers = layers.collect::<Result<_>>()?;

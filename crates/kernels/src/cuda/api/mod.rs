@@ -374,6 +374,7 @@ pub(crate) fn emulated_driver() -> Result<Driver, NoCuda> {
             name: properties.name,
             memory_bytes: properties.memory_bytes,
             compute_capability: both(properties.arch),
+            pools: properties.pools,
         });
     }
     Ok(driver)
