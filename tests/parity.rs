@@ -1,5 +1,7 @@
-//! `mstar parity` as a program: recorded cases, hostile files, verdicts, exit codes, dumps.
+//! `mstar parity` as a program: recorded cases, hostile files, verdicts, exit codes, dumps, devices compared.
 
+#[path = "parity/across.rs"]
+mod across;
 #[path = "parity/built.rs"]
 mod built;
 #[path = "parity/hostile.rs"]

@@ -109,7 +109,7 @@ fn word(report: &Report) -> &'static str {
 }
 
 /// The end of a text that has no room: the file's name says more than the folder's.
-fn shortened(text: &str, room: usize) -> String {
+pub(super) fn shortened(text: &str, room: usize) -> String {
     let length = text.chars().count();
     if length <= room {
         return text.to_owned();
@@ -145,7 +145,7 @@ fn output_lines(output: &Judgement) -> String {
 }
 
 /// A number in seven columns: `1.2e-07`.
-fn figure(x: f64) -> String {
+pub(super) fn figure(x: f64) -> String {
     if x.is_nan() {
         return format!("{:>7}", "-");
     }

@@ -23,6 +23,7 @@ use super::phases::Phases;
 use super::room::Room;
 use super::scheduler::Work;
 use super::script::{Addition, Content, Walk, Written as What};
+use super::shown::{Shown, Witness};
 use super::verify::{self, Layers, Pick, Row, Sample, Verdict};
 use super::workload::RequestPlan;
 
@@ -40,6 +41,8 @@ pub(crate) struct Scene<'a> {
     pub(crate) step: u64,
     /// Costs.
     pub(crate) phases: &'a Phases,
+    /// Who is shown every layer.
+    pub(crate) witness: Option<&'a dyn Witness>,
 }
 
 /// What a forward found.
@@ -62,25 +65,32 @@ pub(crate) struct Outcome {
 }
 
 /// One row of a plan, and whose it is.
-struct Packed<'a> {
-    work: &'a Work,
-    addition: &'a Addition,
-    label: Label,
+pub(super) struct Packed<'a> {
+    pub(super) work: &'a Work,
+    pub(super) addition: &'a Addition,
+    pub(super) label: Label,
     /// Its tokens in the plan.
-    tokens: std::ops::Range<usize>,
+    pub(super) tokens: std::ops::Range<usize>,
     /// Content keys of its queries.
-    keys: Vec<u64>,
+    pub(super) keys: Vec<u64>,
     /// Uncommitted passes before it.
     pass: usize,
-    index: usize,
+    pub(super) index: usize,
 }
 
-/// A row that is verified: what it may see.
+/// A row that is verified, and what it may see.
 struct Checked {
     packed: usize,
-    own: Vec<u64>,
-    mask: Option<Vec<bool>>,
-    salt: u64,
+    held: Held,
+}
+
+/// What a row may see.
+pub(super) struct Held {
+    /// Content keys of its stream up to its last query.
+    pub(super) own: Vec<u64>,
+    pub(super) mask: Option<Vec<bool>>,
+    /// What samples of it are drawn by.
+    pub(super) salt: u64,
 }
 
 /// Runs every plan label of `planned`, whose turns are `works`.
@@ -182,7 +192,8 @@ fn run_label(
                 layer * model.own.len() + turn,
             )
             .with_context(|| format!("layer {layer} of {}", room.name))?;
-            let picked = if checked.is_empty() { None } else { Picked::copy(room, &forward, plan)? };
+            let looked_at = !checked.is_empty() || scene.witness.is_some();
+            let picked = if looked_at { Picked::copy(room, &forward, plan)? } else { None };
             let seen = Seen { room, layer, query_layer: layer, picked: picked.as_ref() };
             look(model, buffers, plan, &packed, &checked, scene, seen, outcome)?;
         }
@@ -241,11 +252,11 @@ fn attend(
 }
 
 /// An indexer's picks of one layer, as it used them.
-struct Picked {
+pub(super) struct Picked {
     /// The full layer that they were made by.
-    layer: usize,
+    pub(super) layer: usize,
     /// `[T, K]`; `None` when the plan needed none.
-    selection: Option<Vec<i32>>,
+    pub(super) selection: Option<Vec<i32>>,
 }
 
 impl Picked {
@@ -345,23 +356,29 @@ fn choose(packed: &[Packed<'_>], scene: &Scene<'_>) -> Vec<Checked> {
         if !verify::chosen(scene.verify, scene.seed, scene.step, request.ordinal, stream) {
             continue;
         }
-        let held = &scene.contents[&row.work.request].streams[stream];
-        let mut own = held.keys[..row.addition.start].to_vec();
-        own.extend_from_slice(&row.keys);
-        let mask = draft_mask(request, row.addition.written);
-        let salt = mix(mix(mix(scene.seed, scene.step), request.ordinal), stream as u64);
-        checked.push(Checked { packed: index, own, mask, salt });
+        checked.push(Checked { packed: index, held: content(row, scene) });
     }
     checked
 }
 
+/// What a row may see, by its request's plan alone.
+pub(super) fn content(row: &Packed<'_>, scene: &Scene<'_>) -> Held {
+    let (request, stream) = (&scene.plans[row.work.request], row.addition.stream);
+    let held = &scene.contents[&row.work.request].streams[stream];
+    let mut own = held.keys[..row.addition.start].to_vec();
+    own.extend_from_slice(&row.keys);
+    let mask = draft_mask(request, row.addition.written);
+    let salt = mix(mix(mix(scene.seed, scene.step), request.ordinal), stream as u64);
+    Held { own, mask, salt }
+}
+
 /// Whose output lies in the buffers.
 #[derive(Clone, Copy)]
-struct Seen<'a> {
-    room: &'a Room,
-    layer: usize,
-    query_layer: usize,
-    picked: Option<&'a Picked>,
+pub(super) struct Seen<'a> {
+    pub(super) room: &'a Room,
+    pub(super) layer: usize,
+    pub(super) query_layer: usize,
+    pub(super) picked: Option<&'a Picked>,
 }
 
 /// Hashes what a layer wrote, and verifies the chosen rows of it.
@@ -376,6 +393,10 @@ fn look(
     outcome: &mut Outcome,
 ) -> anyhow::Result<()> {
     let written = buffers.written(plan.tokens)?;
+    if let Some(witness) = scene.witness {
+        let (label, tokens) = (&plan.id.label, plan.tokens);
+        witness.see(&Shown { model, scene, seen, packed, label, tokens, written })?;
+    }
     let hashes: Vec<u64> = scene.phases.timed("digest", Least::default(), || {
         packed.par_iter().map(|row| hash_row(row, &written, &seen)).collect()
     });
@@ -422,9 +443,9 @@ fn judge(
     let plan = &scene.plans[packed.work.request];
     let shape = &seen.room.shape;
     let is_cross = !shape.causal && seen.query_layer != seen.layer;
-    let keys = if is_cross { &scene.contents[&packed.work.request].context.keys } else { &check.own };
+    let keys = if is_cross { &scene.contents[&packed.work.request].context.keys } else { &check.held.own };
     let index = seen.room.indexer();
-    let sample = Sample::of(shape, index, model.layers, packed.keys.len(), keys.len(), check.salt);
+    let sample = Sample::of(shape, index, model.layers, packed.keys.len(), keys.len(), check.held.salt);
     if !sample.layers.contains(&seen.layer) {
         return None;
     }
@@ -437,7 +458,7 @@ fn judge(
         index: packed.index,
         keys,
         queries: &packed.keys,
-        own_mask: if is_cross { None } else { check.mask.as_deref() },
+        own_mask: if is_cross { None } else { check.held.mask.as_deref() },
         first_position: packed.addition.start,
         pick: index.zip(seen.picked).map(|(index, picked)| picked.of(index, packed.tokens.clone())),
     };

@@ -9,7 +9,7 @@
 //! | [`cache`], [`room`] | the requests' pages or ring; an attention resource, alone or under an indexer |
 //! | [`saved`] | worlds of a ring that are saved and come back |
 //! | [`entries`], [`buffers`], [`forward`] | synthetic queries and cache entries; one forward, layer after layer |
-//! | [`verify`], [`digest`], [`replay`] | rows against the oracle; outputs as a hash; hits against the log |
+//! | [`shown`], [`verify`], [`digest`], [`replay`] | a layer's outputs as others see them; rows against the oracle; outputs as a hash; hits against the log |
 //! | [`phases`], [`memory`], [`limit`], [`report`], [`files`], [`paths`], [`plot`] | costs, and how they are told |
 
 mod args;
@@ -19,7 +19,7 @@ mod content;
 mod declare;
 mod digest;
 pub(crate) mod entries;
-mod event;
+pub(crate) mod event;
 mod files;
 mod format;
 mod forward;
@@ -28,17 +28,18 @@ mod memory;
 mod model;
 mod need;
 mod paths;
-mod phases;
+pub(crate) mod phases;
 mod plot;
 mod replay;
 mod report;
 mod room;
-mod runtime;
+pub(crate) mod runtime;
 mod saved;
-mod scheduler;
-mod script;
+pub(crate) mod scheduler;
+pub(crate) mod script;
+pub(crate) mod shown;
 mod twin;
-mod verify;
+pub(crate) mod verify;
 mod warm;
 pub(crate) mod workload;
 
@@ -134,28 +135,12 @@ fn drive(
     interrupt: &Interrupt,
 ) -> anyhow::Result<Report> {
     let spec = &prepared.spec;
-    let workload = spec.workload.as_ref().context("the spec has no workload")?;
     let roof = Roof::measure(prepared.machine.isa, spec.dtype);
     let phases = Arc::new(Phases::default());
-    let largest = buffers::largest_step(spec, &prepared.requests);
-    let model =
-        Model::build(spec, prepared.device, &prepared.attentions, &prepared.sparse, largest, &phases)?;
-    let widths =
-        Widths::of(spec, &prepared.requests).context("run needs a cache of heads or latents, or a ring")?;
-    let mut buffers = Buffers::new(widths, model.queue.stream())?;
-    warm::up(&model, &mut buffers)?;
-    phases.clear();
+    let (model, buffers) = build(prepared, &phases)?;
     let mut live = Live::new(&model, &prepared.requests, buffers, spec.seed, args.verify, phases.clone());
-    // Who has no world waits for one: it enters when another request has left.
-    let worlds = model.kv.ring().map_or(usize::MAX, |ring| ring.config().num_worlds);
-    let limits = Limits {
-        max_batch: workload.max_batch.min(worlds),
-        chunked_prefill: workload.chunked_prefill,
-        step_ms: workload.step_ms,
-        preplan: workload.preplan,
-    };
-    let mut scheduler = Scheduler::new(&prepared.requests, limits);
-    let most_steps = [args.steps, workload.max_steps].into_iter().flatten().min().unwrap_or(u64::MAX);
+    let mut scheduler = Scheduler::new(&prepared.requests, limits(prepared, &model)?);
+    let most_steps = most_steps(prepared, args.steps);
     let bar = progress(args.quiet, prepared.requests.len());
     let started = Instant::now();
     let mut computed = 0u64;
@@ -183,8 +168,39 @@ fn drive(
     Ok(tell(args, prepared, &model, &live, &scheduler, &phases, &measured))
 }
 
+/// The model of a spec and the memory of its forwards, every bucket tried.
+pub(crate) fn build(prepared: &Prepared, phases: &Arc<Phases>) -> anyhow::Result<(Model, Buffers)> {
+    let Prepared { spec, device, attentions, sparse, requests, .. } = prepared;
+    let largest = buffers::largest_step(spec, requests);
+    let model = Model::build(spec, *device, attentions, sparse, largest, phases)?;
+    let widths = Widths::of(spec, requests).context("run needs a cache of heads or latents, or a ring")?;
+    let mut buffers = Buffers::new(widths, model.queue.stream())?;
+    warm::up(&model, &mut buffers)?;
+    phases.clear();
+    Ok((model, buffers))
+}
+
+/// What the scheduler keeps to.
+pub(crate) fn limits(prepared: &Prepared, model: &Model) -> anyhow::Result<Limits> {
+    let workload = prepared.spec.workload.as_ref().context("the spec has no workload")?;
+    // Who has no world waits for one: it enters when another request has left.
+    let worlds = model.kv.ring().map_or(usize::MAX, |ring| ring.config().num_worlds);
+    Ok(Limits {
+        max_batch: workload.max_batch.min(worlds),
+        chunked_prefill: workload.chunked_prefill,
+        step_ms: workload.step_ms,
+        preplan: workload.preplan,
+    })
+}
+
+/// Steps to stop after: the fewer of those asked for and the spec's.
+pub(crate) fn most_steps(prepared: &Prepared, asked: Option<u64>) -> u64 {
+    let own = prepared.spec.workload.as_ref().and_then(|workload| workload.max_steps);
+    [asked, own].into_iter().flatten().min().unwrap_or(u64::MAX)
+}
+
 /// A bar on stderr, where that is a terminal.
-fn progress(quiet: bool, requests: usize) -> ProgressBar {
+pub(crate) fn progress(quiet: bool, requests: usize) -> ProgressBar {
     if quiet || !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }

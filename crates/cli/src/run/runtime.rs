@@ -25,6 +25,7 @@ use super::report;
 use super::saved::SavedWorlds;
 use super::scheduler::{Runtime, Work};
 use super::script::{CONTEXT, Content, Progress};
+use super::shown::Witness;
 use super::workload::RequestPlan;
 
 /// Steps between two looks at resident memory.
@@ -88,6 +89,7 @@ pub(crate) struct Live<'a> {
     frames: [u64; 2],
     saved: SavedWorlds,
     memory: Memory,
+    witness: Option<&'a dyn Witness>,
 }
 
 impl<'a> Live<'a> {
@@ -125,7 +127,13 @@ impl<'a> Live<'a> {
             frames: [0; 2],
             saved: SavedWorlds::default(),
             memory,
+            witness: None,
         }
+    }
+
+    /// The same, with `witness` shown every layer.
+    pub(crate) fn shown_to(self, witness: &'a dyn Witness) -> Live<'a> {
+        Live { witness: Some(witness), ..self }
     }
 
     /// What was verified.
@@ -345,6 +353,7 @@ impl Runtime for Live<'_> {
             verify: self.verify,
             step: self.steps,
             phases: &self.phases,
+            witness: self.witness,
         };
         let outcome = forward::run(self.model, &mut self.buffers, &mut self.graphs, &planned, works, &scene)?;
         self.model.engine.commit(planned)?;
