@@ -131,6 +131,10 @@ impl Context {
 
     /// Bytes of shared memory that a block may ask for.
     pub fn shared_per_block_optin(&self) -> u32 {
+        #[cfg(test)]
+        if let Some(bytes) = forced::shared() {
+            return bytes.min(self.properties.shared_per_block_optin);
+        }
         self.properties.shared_per_block_optin
     }
 
@@ -254,5 +258,25 @@ impl Context {
 
     pub(super) fn give_back_stream(&self, stream: Handle) {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(stream);
+    }
+}
+
+/// What tests have kernels chosen by, on the thread that plans.
+#[cfg(test)]
+pub(crate) mod forced {
+    use std::cell::Cell;
+
+    thread_local!(static SHARED: Cell<Option<u32>> = const { Cell::new(None) });
+
+    pub(super) fn shared() -> Option<u32> {
+        SHARED.get()
+    }
+
+    /// Runs with kernels chosen as for a device with less shared memory a block.
+    pub(crate) fn with_shared<R>(bytes: Option<u32>, run: impl FnOnce() -> R) -> R {
+        let before = SHARED.replace(bytes);
+        let result = run();
+        SHARED.set(before);
+        result
     }
 }

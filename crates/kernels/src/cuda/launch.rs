@@ -93,9 +93,31 @@ pub unsafe fn launch<P: Pod>(function: &Function, stream: &Stream, launch: Launc
     if launch.grid.contains(&0) {
         return Ok(());
     }
+    #[cfg(test)]
+    launched::note(function);
     let (raw, stream) = (function.raw, Handle(stream.as_raw()));
     // SAFETY: the caller's; the parameter is `size_of::<P>()` bytes.
     function.context.put(stream, |api, own| unsafe {
         api.launch(own, raw, stream, launch, std::ptr::from_ref(params).cast(), size_of::<P>())
     })
+}
+
+/// Which kernels a thread has launched, for a test that counts them.
+#[cfg(test)]
+pub(crate) mod launched {
+    use std::cell::RefCell;
+    use std::collections::HashSet;
+
+    use super::Function;
+
+    thread_local!(static LAUNCHED: RefCell<HashSet<usize>> = RefCell::default());
+
+    pub(super) fn note(function: &Function) {
+        LAUNCHED.with_borrow_mut(|all| all.insert(function.raw.0 as usize));
+    }
+
+    /// Whether this thread has launched it.
+    pub(crate) fn has(function: &Function) -> bool {
+        LAUNCHED.with_borrow(|all| all.contains(&(function.raw.0 as usize)))
+    }
 }

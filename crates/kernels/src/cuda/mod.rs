@@ -33,6 +33,8 @@ pub(crate) mod synth;
 #[cfg(test)]
 mod tests;
 mod transfer;
+#[cfg(all(test, feature = "paged", feature = "dense", feature = "flex", feature = "dsa"))]
+mod trials;
 mod uses;
 pub mod variants;
 
@@ -40,10 +42,14 @@ pub mod variants;
 pub use api::emulate;
 pub use api::{FunctionAttributes, Image, Launch};
 pub use context::Context;
+#[cfg(test)]
+pub(crate) use context::forced;
 pub use driver::driver;
 #[cfg(feature = "lists")]
 pub(crate) use exec::StagedList;
 pub use graph::{Graph, capture};
+#[cfg(test)]
+pub(crate) use launch::launched;
 pub use launch::{Function, Module, launch};
 pub use moves::{Moving, prepare_moves};
 pub use pool::Pooled;

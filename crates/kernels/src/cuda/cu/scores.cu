@@ -122,12 +122,14 @@ MSTAR_KERNEL(scores, Scores, THREADS, MIN_BLOCKS) {
                     }
                 }
                 float w0 = weights[head + 2 * t], w1 = weights[head + 2 * t + 1];
+                // A head past the last is zeros, which an infinite key would make NaN.
+                bool real0 = head + 2 * t < p.heads, real1 = head + 2 * t + 1 < p.heads;
                 UNROLL
                 for (u32 tile = 0; tile < KEY_TILES; tile++)
                     UNROLL
                     for (u32 half = 0; half < 2; half++) {
-                        total[tile][half] = fused(w0, relu(c[tile][2 * half]), total[tile][half]);
-                        total[tile][half] = fused(w1, relu(c[tile][2 * half + 1]), total[tile][half]);
+                        if (real0) total[tile][half] = fused(w0, relu(c[tile][2 * half]), total[tile][half]);
+                        if (real1) total[tile][half] = fused(w1, relu(c[tile][2 * half + 1]), total[tile][half]);
                     }
             }
             float mine_score = 0.0f;

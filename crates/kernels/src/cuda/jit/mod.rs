@@ -40,6 +40,8 @@ pub use key::{Defines, Key};
 pub use nvrtc::Nvrtc;
 pub use resources::Resources;
 pub use source::Unit;
+#[cfg(test)]
+pub(crate) use store::{all_loaded, asked};
 pub use store::{function, prepare};
 pub use target::Target;
 pub use watch::{Event, watch};

@@ -21,6 +21,10 @@ static LOADED: LazyLock<RwLock<Loaded>> = LazyLock::new(RwLock::default);
 /// # Errors
 /// [`Error::Kernel`] of the first that cannot be compiled or loaded; [`Error::NoDevice`]. What was loaded by then stays.
 pub fn prepare(device: Device, keys: &[Key]) -> Result<(), Error> {
+    #[cfg(test)]
+    if asked::note(keys) {
+        return Ok(());
+    }
     if keys.iter().all(|key| loaded(device, key).is_some()) {
         return Ok(());
     }
@@ -41,6 +45,10 @@ pub fn prepare(device: Device, keys: &[Key]) -> Result<(), Error> {
 /// # Errors
 /// As [`prepare`].
 pub fn function(device: Device, key: &Key) -> Result<Function, Error> {
+    #[cfg(test)]
+    if asked::note(std::slice::from_ref(key)) {
+        return Err(Error::Kernel { kernel: key.to_string(), why: "it is only asked for".into() });
+    }
     match loaded(device, key) {
         Some(function) => Ok(function),
         None => load(device, target_of(Context::of(device)?), key),
@@ -49,6 +57,35 @@ pub fn function(device: Device, key: &Key) -> Result<Function, Error> {
 
 fn loaded(device: Device, key: &Key) -> Option<Function> {
     LOADED.read().unwrap_or_else(PoisonError::into_inner).get(&device)?.get(key).copied()
+}
+
+/// What a thread asks for, with nothing compiled: for a test of which kernels a call takes.
+#[cfg(test)]
+pub(crate) mod asked {
+    use std::cell::RefCell;
+
+    use super::Key;
+
+    thread_local!(static ASKED: RefCell<Option<Vec<Key>>> = const { RefCell::new(None) });
+
+    pub(super) fn note(keys: &[Key]) -> bool {
+        ASKED.with_borrow_mut(|all| all.as_mut().map(|all| all.extend(keys.iter().cloned())).is_some())
+    }
+
+    /// The keys that were asked for. Each call ends where it would look a kernel up.
+    pub(crate) fn by(run: impl FnOnce()) -> Vec<Key> {
+        ASKED.set(Some(Vec::new()));
+        run();
+        ASKED.take().unwrap_or_default()
+    }
+}
+
+/// All that this process has loaded for a device.
+#[cfg(test)]
+pub(crate) fn all_loaded(device: Device) -> Vec<(Key, Function)> {
+    let all = LOADED.read().unwrap_or_else(PoisonError::into_inner);
+    let all = all.get(&device).into_iter().flatten();
+    all.map(|(key, function)| (key.clone(), *function)).collect()
 }
 
 /// What a device's kernels are compiled for.

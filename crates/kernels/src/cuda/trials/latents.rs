@@ -1,0 +1,105 @@
+//! Latents over pages.
+
+use crate::mla::{AttendParams, Geometry, Variant, attend};
+use crate::paged::PageTable;
+use crate::plan::{Capacity, Latents, Plan, PlanOptions};
+use crate::{DType, Stream};
+
+use super::memory::{Outputs, Pages, indptr, queries, scratch};
+use super::{Bits, DEVICE, Family, Row, Setting, ragged};
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OverLatents {
+    pub(super) h: usize,
+    pub(super) c: usize,
+    pub(super) e: usize,
+    pub(super) page: usize,
+}
+
+impl OverLatents {
+    pub(super) fn narrow() -> OverLatents {
+        OverLatents { h: 6, c: 48, e: 16, page: 16 }
+    }
+
+    pub(super) fn geometry(&self, dtype: DType) -> Geometry {
+        Geometry {
+            num_qo_heads: self.h,
+            kv_lora_rank: self.c,
+            qk_rope_head_dim: self.e,
+            page_size: self.page,
+            q_dtype: dtype,
+            kv_dtype: dtype,
+        }
+    }
+}
+
+impl Family for OverLatents {
+    fn name(&self) -> String {
+        format!("{self:?}")
+    }
+
+    fn company(&self, rows: usize) -> Vec<Row> {
+        ragged(rows)
+    }
+
+    fn run(&self, stream: &Stream, set: &Setting, rows: &[Row]) -> Vec<Bits> {
+        let OverLatents { h, c, e, page } = *self;
+        let (geometry, dtype, junk) = (self.geometry(set.dtype), set.dtype, set.junk);
+        let variant = Variant { sm_scale: 0.13, causal: true };
+        let batches = set.batches(rows);
+        let most = |of: &dyn Fn(&Row) -> usize| {
+            batches.iter().map(|rows| rows.iter().map(of).sum::<usize>()).max().unwrap_or(0)
+        };
+        let capacity = set.is_fixed().then(|| Capacity {
+            rows: batches.iter().map(|rows| rows.len()).max().unwrap_or(0) + 1,
+            tokens: most(&|row| row.q) + set.pad,
+            pages: most(&|row| row.kv.div_ceil(page)) + 5,
+        });
+        let options = PlanOptions { device: DEVICE, capacity, ..PlanOptions::default() };
+        let mut plan: Option<Plan<Latents>> = None;
+        let mut kept = None;
+        for rows in batches {
+            let pages = Pages::of(rows, |row| row.kv, page, set.place);
+            let (qo, last) = (indptr(rows, |row| row.q), pages.last(rows));
+            let table = PageTable {
+                qo_indptr: &qo,
+                kv_indptr: &pages.indptr,
+                kv_indices: &pages.indices,
+                kv_last_page_len: &last,
+                num_pages: pages.pool,
+                ..PageTable::default()
+            };
+            let plan = match &mut plan {
+                Some(plan) => {
+                    plan.replan(&geometry, &variant, &table, &options).unwrap();
+                    plan
+                }
+                None => plan.insert(Plan::new(&geometry, &variant, &table, &options).unwrap()),
+            };
+            plan.stage(stream).unwrap();
+            let (tokens, bytes) = (plan.num_tokens(), plan.workspace_bytes());
+            let (outputs, workspace) = kept.get_or_insert_with(|| {
+                let outputs = Outputs::new(stream, dtype, [tokens, h, c], junk);
+                (outputs, scratch(stream, bytes.max(4 << 20), junk))
+            });
+            let q_nope = queries(dtype, rows, tokens, h * c, junk, 3).on(stream);
+            let q_pe = queries(dtype, rows, tokens, h * e, junk, 4).on(stream);
+            let latent = pages.fill(dtype, rows, |row| row.kv, c + e, junk, 1).on(stream);
+            let (o, lse) = outputs.views(&[tokens, h, c], &[tokens, h]);
+            let available = workspace.len();
+            let params = AttendParams {
+                work: plan.work(),
+                q_nope: q_nope.tensor(0, dtype, &[tokens, h, c]).unwrap(),
+                q_pe: q_pe.tensor(0, dtype, &[tokens, h, e]).unwrap(),
+                latent: latent.tensor(0, dtype, &[pages.pool, page, c + e]).unwrap(),
+                o,
+                lse: Some(lse),
+                workspace: workspace.tensor_mut(0, DType::U8, &[available]).unwrap(),
+                workers: 1,
+            };
+            attend(stream, params).unwrap();
+            stream.synchronize().unwrap();
+        }
+        kept.expect("a batch was run").0.rows(stream, rows)
+    }
+}
