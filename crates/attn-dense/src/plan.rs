@@ -167,6 +167,12 @@ impl DensePlan {
         self.work.stage(stream)
     }
 
+    /// What a captured run of the plan takes for granted, as a number: kernels, grids and where the list lies on the device, prefixes
+    /// and fresh keys left to whoever hands them in. `None` for a plan that is not staged on a device.
+    pub fn capture_key(&self) -> Option<u64> {
+        self.work.capture_key()
+    }
+
     /// Fills what others read of a plan; the table has been checked.
     fn describe(&mut self, table: &Table<'_>) {
         self.segments.clear();

@@ -15,7 +15,7 @@ mod prefixes;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use mstar_core::attend::pages::{Arrays, Plans, capacity, declared};
+use mstar_core::attend::pages::{Arrays, Plans, capacity, declared, key_of};
 use mstar_core::attend::{BuildContext, IndexBuf, Work, write_kv};
 use mstar_core::kv::{KvEntries, KvPlan, LayerView, PagedKv};
 use mstar_core::resource::{Fingerprint, Ingest, Outcome, Override, PaddedShape, Promotion, StepContext};
@@ -325,6 +325,19 @@ impl Attention for DenseAttention {
                 _ => self.refuse(format!("the layers of {} are not keys and values", self.kv.name())),
             },
         }
+    }
+
+    /// A plan's work, where its gathered prefixes lie, and whether its entries are kept, which the region then writes. Gathers are
+    /// enqueued before: what a replay reads is what its own step gathered.
+    fn capture_key(&self, plan: &PlanId) -> Option<u64> {
+        let of_plan = self.plans.capture_key(plan)?;
+        let keeps = self.lock().commits.contains(&plan.serial);
+        let slots = if keeps { self.kv.capture_key(plan)? } else { 0 };
+        let [at, tokens] = match self.options.prefix {
+            PrefixSource::Gathered => self.prefixes.place(plan)?,
+            PrefixSource::Pages => [0, 0],
+        };
+        Some(key_of(&[of_plan, u64::from(keeps), slots, at, tokens]))
     }
 
     fn work(&self, plan: &PlanId) -> Work {

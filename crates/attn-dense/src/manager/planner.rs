@@ -144,6 +144,10 @@ impl Planner for DensePlanner {
         plan.workspace_bytes()
     }
 
+    fn capture_key(&self, plan: &DensePlan) -> Option<u64> {
+        plan.capture_key()
+    }
+
     fn plan_bytes(&self, plan: &DensePlan) -> usize {
         plan.plan_bytes()
     }

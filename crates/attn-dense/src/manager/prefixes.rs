@@ -279,6 +279,14 @@ impl Prefixes {
         run(&memory)
     }
 
+    /// Where the buffer of a plan label and slot lies, and how many tokens a layer has there: what a captured run takes for granted.
+    pub(super) fn place(&self, id: &PlanId) -> Option<[u64; 2]> {
+        let memory =
+            self.lock().by_key.get(&EagerSlotKey::from(id)).map(|place| Arc::clone(&place.memory))?;
+        let memory = held_by_nobody(&memory, "capture_key").ok()?;
+        Some([memory.buffer.as_ptr().addr() as u64, memory.tokens as u64])
+    }
+
     /// Forgets what a step gathered that is undone: its streams may come to be others.
     pub(super) fn undo(&self, serial: StepSerial) {
         if planted("dense-undone-prefix-kept") {

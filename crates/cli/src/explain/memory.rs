@@ -10,8 +10,9 @@ use mstar_kernels::{DType, Device};
 
 use super::prepare::{Served, ServedSparse};
 use crate::backends::workspace_bytes;
-use crate::run::buffers::{IndexWidths, Widths, largest_step, of_frames, padded};
+use crate::run::buffers::{IndexWidths, Widths, largest_step};
 use crate::run::entries::Entries;
+use crate::run::shapes::{of_frames, padded};
 use crate::run::workload::RequestPlan;
 
 /// One line.
@@ -213,7 +214,7 @@ fn workspaces(
     largest: StepShape,
 ) {
     let each = each as u128;
-    let rows = largest.rows.max(spec.graph.as_ref().and_then(|g| g.buckets.last().copied()).unwrap_or(0));
+    let rows = padded(spec, largest).rows;
     let (indices, listed) = match indices {
         true => ((4 * rows as u128 + 1) * 4, format!(" + indices of {rows} rows x 16 B + 4 B")),
         false => (0, String::new()),

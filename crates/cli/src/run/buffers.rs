@@ -12,6 +12,7 @@ use rayon::prelude::*;
 
 use super::entries::Entries;
 use super::script;
+use super::shapes::padded;
 use super::twin::Twin;
 use super::workload::{Generation, RequestPlan};
 
@@ -131,23 +132,6 @@ fn largest_pass(ring: &RingConfig, active: usize) -> StepShape {
     let frame = ring.tokens_per_frame;
     let seen = ring.layers.iter().map(RingGeometry::most_visible).max().unwrap_or(1);
     StepShape { rows, tokens: rows.saturating_mul(frame), kv_len: seen.saturating_mul(frame) }
-}
-
-/// `largest` with what pads it to a bucket, of one token a row or of one frame: what a resource with buffers of a fixed
-/// shape holds from the first.
-pub(crate) fn padded(spec: &Spec, largest: StepShape) -> StepShape {
-    let bucket = spec.graph.as_ref().and_then(|graph| graph.buckets.last().copied()).unwrap_or(0);
-    let each = spec.rings().next().map_or(1, |(_, ring)| ring.config.tokens_per_frame);
-    StepShape {
-        rows: largest.rows.max(bucket),
-        tokens: largest.tokens.max(bucket.saturating_mul(each)),
-        ..largest
-    }
-}
-
-/// What scratch is made for: over pages the rows that pad a bucket need none, over a ring they are tiled like others.
-pub(crate) fn of_frames(spec: &Spec, largest: StepShape) -> StepShape {
-    if spec.rings().next().is_some() { padded(spec, largest) } else { largest }
 }
 
 /// The memory.

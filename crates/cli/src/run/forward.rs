@@ -2,11 +2,9 @@
 //! attention resources, and then a look at what came out.
 
 use std::collections::HashMap;
-use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use mstar_core::attend::{IndexGeometry, SparseWork, Work as Least, write_kv};
-use mstar_core::graph::Captured;
 use mstar_core::kv::{PagedKv, PagedKvCache};
 use mstar_core::{Forward, Label, PlanId, PlannedStep, RequestId};
 use mstar_kernels::reference::Real;
@@ -16,10 +14,11 @@ use rayon::prelude::*;
 use super::buffers::{Buffers, Fresh, Written};
 use super::cache::PackedPlan;
 use super::content::mix;
-use super::declare::draft_mask;
+use super::declare::{self, draft_mask};
 use super::digest::{self, Place};
 use super::model::Model;
 use super::phases::Phases;
+use super::regions::{Call, Reads, Regions};
 use super::room::Room;
 use super::scheduler::Work;
 use super::script::{Addition, Content, Walk, Written as What};
@@ -97,7 +96,7 @@ pub(super) struct Held {
 pub(crate) fn run(
     model: &Model,
     buffers: &mut Buffers,
-    graphs: &mut Captured,
+    regions: &mut Regions,
     planned: &PlannedStep,
     works: &[Work],
     scene: &Scene<'_>,
@@ -112,7 +111,7 @@ pub(crate) fn run(
         if plan.tokens == 0 {
             continue;
         }
-        run_label(model, buffers, graphs, planned, &plan, works, scene, &mut outcome)?;
+        run_label(model, buffers, regions, planned, &plan, works, scene, &mut outcome)?;
     }
     Ok(outcome)
 }
@@ -152,7 +151,7 @@ fn write_context(
 fn run_label(
     model: &Model,
     buffers: &mut Buffers,
-    graphs: &mut Captured,
+    regions: &mut Regions,
     planned: &PlannedStep,
     plan: &PackedPlan,
     works: &[Work],
@@ -172,6 +171,8 @@ fn run_label(
     outcome.rows_checked += checked.len();
     let stream = model.queue.stream();
     let mut forward = planned.forward(plan.id.label.clone(), &stream);
+    let (lease, walk) = (planned.lease(), declare::walk(works));
+    let attentions = model.rooms().count();
     for layer in 0..model.layers {
         generate(buffers, scene, &[Fresh::Queries, Fresh::Entries], layer, &keys)?;
         if model.rooms().filter_map(Room::indexer).any(|index| index.is_full(layer)) {
@@ -180,18 +181,11 @@ fn run_label(
         forward.set_layer(layer);
         for (turn, room) in model.own.iter().enumerate() {
             // The first resource over the cache sees to it that the entries are written; the others find them there.
-            let write = turn == 0;
-            attend(
-                room,
-                (&mut *graphs, scene.phases),
-                planned,
-                &mut forward,
-                buffers,
-                tokens,
-                write,
-                layer * model.own.len() + turn,
-            )
-            .with_context(|| format!("layer {layer} of {}", room.name))?;
+            let (reads, part) = (Reads::Own { write: turn == 0 }, layer * attentions + room.index);
+            let call = Call { room, reads, lease, walk, part, tokens };
+            regions
+                .attend(&call, &mut forward, buffers, scene.phases)
+                .with_context(|| format!("layer {layer} of {}", room.name))?;
             let looked_at = !checked.is_empty() || scene.witness.is_some();
             let picked = if looked_at { Picked::copy(room, &forward, plan)? } else { None };
             let seen = Seen { room, layer, query_layer: layer, picked: picked.as_ref() };
@@ -201,7 +195,10 @@ fn run_label(
             // A cross-attention projects queries of its own: those of a layer past the last.
             let query_layer = model.layers + layer;
             generate(buffers, scene, &[Fresh::Queries], query_layer, &keys)?;
-            room.attend_context(&mut forward, buffers.views(tokens)?)
+            let (reads, part) = (Reads::Context, layer * attentions + room.index);
+            let call = Call { room, reads, lease, walk, part, tokens };
+            regions
+                .attend(&call, &mut forward, buffers, scene.phases)
                 .with_context(|| format!("layer {layer} of {}", room.name))?;
             let seen = Seen { room, layer, query_layer, picked: None };
             look(model, buffers, plan, &packed, &checked, scene, seen, outcome)?;
@@ -212,43 +209,6 @@ fn run_label(
         outcome.pairs += room.pairs(&plan.id, model.layers).unwrap_or_default();
     }
     Ok(())
-}
-
-/// Attends the forward's layer: on a device a padded step's from its graph, which is captured first.
-#[allow(unsafe_code, reason = "a graph holds addresses, not borrows")]
-fn attend(
-    room: &Room,
-    (graphs, phases): (&mut Captured, &Phases),
-    planned: &PlannedStep,
-    forward: &mut Forward<'_>,
-    buffers: &mut Buffers,
-    tokens: usize,
-    write: bool,
-    part: usize,
-) -> mstar_core::Result<()> {
-    let key = room.capture_key(forward.plan_id());
-    if let (Some(lease), Some(key)) = (planned.lease(), key) {
-        let stream = *forward.stream();
-        let views = buffers.views(tokens)?;
-        let label = forward.label().clone();
-        let mut unobserved = planned.forward(label.clone(), &stream).unobserved();
-        unobserved.set_layer(forward.layer());
-        let started = Instant::now();
-        let written = room.write_fresh(&unobserved, &views)?;
-        let record = || match written {
-            true => room.attend_context(&mut unobserved, views),
-            false => room.attend(&mut unobserved, views, write),
-        };
-        // SAFETY: the region reads and writes the run's buffers, caches, plans and workspaces on the model's one stream. They
-        // outlive the graphs, and `key` tells where those that may move lie.
-        let ran = unsafe { graphs.run(&stream, lease, &label, part, key, record)? };
-        if ran {
-            stream.synchronize()?;
-            phases.add("replay", room.name.as_str(), started.elapsed(), room.work(forward.plan_id()));
-            return Ok(());
-        }
-    }
-    room.attend(forward, buffers.views(tokens)?, write)
 }
 
 /// An indexer's picks of one layer, as it used them.

@@ -30,6 +30,7 @@ mod need;
 mod paths;
 pub(crate) mod phases;
 mod plot;
+mod regions;
 mod replay;
 mod report;
 mod room;
@@ -37,6 +38,7 @@ pub(crate) mod runtime;
 mod saved;
 pub(crate) mod scheduler;
 pub(crate) mod script;
+pub(crate) mod shapes;
 pub(crate) mod shown;
 mod twin;
 pub(crate) mod verify;
@@ -282,8 +284,8 @@ fn tell(
             planned_ahead: promoted,
             replanned,
             padded: live.padded_steps(),
-            captured: live.graphs().captures(),
-            replayed: live.graphs().replays(),
+            captured: live.regions().graphs().captures(),
+            replayed: live.regions().graphs().replays(),
             virtual_ms: scheduler.now_ms(),
         },
         elapsed_s,
@@ -294,6 +296,16 @@ fn tell(
             .map(|(phase, resource, cost)| told(phase, resource, cost, &roof))
             .collect(),
         kernels: live.kernels().clone(),
+        attention: live
+            .regions()
+            .calls()
+            .iter()
+            .map(|((node, walk), &calls)| report::Attention {
+                node: node.clone(),
+                walk: (*walk).to_owned(),
+                calls,
+            })
+            .collect(),
         sparse: (!prepared.sparse.is_empty()).then(|| {
             let SparseWork { scored, attended, dense } = live.pairs();
             let share = if dense == 0 { 0.0 } else { attended as f64 / dense as f64 };

@@ -4,21 +4,20 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail, ensure};
 use mstar_core::attend::{AttnGeometry, BuildContext, SparseAttention, StepShape};
-use mstar_core::graph::{Bucket, Buckets};
+use mstar_core::graph::Buckets;
 use mstar_core::kv::{KvConfig, PagedKv, PagedKvCache, RingCache, RingKv};
-use mstar_core::resource::{EngineOptions, PaddedShape};
+use mstar_core::resource::EngineOptions;
 use mstar_core::spec::{ResourceKind, Spec};
 use mstar_core::{Engine, Resource, ResourceName};
 use mstar_kernels::cuda::OwnedStream;
 use mstar_kernels::{DType, Device};
 
-use super::buffers::{of_frames, padded};
 use super::cache::OwnCache;
 use super::declare::Parts;
 use super::entries::Entries;
 use super::phases::Phases;
 use super::room::{Attends, Room};
-use super::script::Walk;
+use super::shapes::{self, of_frames, padded};
 use super::verify::{Frames, Shape};
 use crate::explain::{Served, ServedSparse, causal, causal_in_frames};
 
@@ -176,8 +175,7 @@ impl Model {
             pages.store().record_events(true);
         }
         let frame = kv.ring().map(|ring| ring.config().tokens_per_frame);
-        let buckets =
-            spec.graph.as_ref().map_or_else(Buckets::default, |graph| buckets(&graph.buckets, frame));
+        let buckets = shapes::buckets(spec);
         let options =
             EngineOptions { slots, preplan, observer: Some(phases.clone()), ..EngineOptions::default() };
         let engine = Engine::with_options(resources, options)?;
@@ -212,18 +210,6 @@ impl Model {
 /// The ring called `name`.
 fn ring_of(rings: &[(ResourceName, Arc<RingCache>)], name: Option<&ResourceName>) -> Option<Arc<RingCache>> {
     rings.iter().find(|(other, _)| Some(other) == name).map(|(_, ring)| ring.clone())
-}
-
-/// Buckets of `rows`: of a token each, for decode; over a ring of a frame each, for passes that keep it and that do not.
-fn buckets(rows: &[usize], frame: Option<usize>) -> Buckets {
-    let Some(frame) = frame else { return Buckets::decode(Walk::Decode.name(), rows) };
-    let of = |walk: Walk| {
-        rows.iter().map(move |&rows| {
-            let shape = PaddedShape { rows, tokens: rows.saturating_mul(frame) };
-            Bucket { walk: walk.name().to_owned(), shape }
-        })
-    };
-    Buckets::new(of(Walk::Denoise).chain(of(Walk::Decode)))
 }
 
 /// Notes that `part` of the model lives in `cache`, which everybody of that part must agree on.

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::event::Event;
 use super::format::{seconds, si};
+use super::regions::Calls;
 use crate::text::{bytes, count, wrap};
 
 /// The version of the schema that docs/report.md describes.
@@ -33,6 +34,8 @@ pub(crate) struct Report {
     pub(crate) tokens_per_s: f64,
     pub(crate) phases: Vec<Phase>,
     pub(crate) kernels: BTreeMap<String, u64>,
+    /// How attention was called, node by node and walk by walk.
+    pub(crate) attention: Vec<Attention>,
     /// With an indexer.
     pub(crate) sparse: Option<Sparse>,
     pub(crate) memory: MemoryReport,
@@ -127,6 +130,17 @@ pub(crate) struct Phase {
     pub(crate) flops_per_s: Option<f64>,
     /// The least time that the machine's measured limits allow, as a share of the time taken.
     pub(crate) share_of_limit: Option<f64>,
+}
+
+/// How often a node attended a layer in steps of one walk.
+#[derive(Debug, Serialize)]
+pub(crate) struct Attention {
+    /// The resource.
+    pub(crate) node: String,
+    /// The steps' walk.
+    pub(crate) walk: String,
+    #[serde(flatten)]
+    pub(crate) calls: Calls,
 }
 
 /// Pairs of a query and a key, over all layers, heads not counted.
@@ -405,9 +419,16 @@ impl Report {
                 ),
             ));
         }
-        if self.steps.replayed > 0 {
-            let Steps { captured, replayed, .. } = &self.steps;
-            let text = format!("{} regions captured, {} runs of them", count(*captured), count(*replayed));
+        // Where there are graphs, nothing runs without one unsaid.
+        let graphs = self.device != "cpu";
+        for Attention { node, walk, calls } in self.attention.iter().filter(|_| graphs) {
+            let Calls { replayed, captured, eager, .. } = calls;
+            let text = format!(
+                "{node} in {walk}: {} layers replayed ({} captured first), {} call by call",
+                count(*replayed),
+                count(*captured),
+                count(*eager)
+            );
             lines.push(("graphs", text));
         }
         for (kernel, plans) in &self.kernels {
@@ -513,7 +534,7 @@ pub(super) mod tests {
             spec: "specs/x.yaml".into(),
             trace: None,
             interrupted: false,
-            device: "cpu".into(),
+            device: "cuda:0".into(),
             dtype: "bf16".into(),
             seed: 7,
             machine: MachineReport {
@@ -544,6 +565,11 @@ pub(super) mod tests {
             elapsed_s: 123.4,
             tokens_per_s: 81_234.5,
             phases: vec![phase("kv write", "a-resource-of-a-long-name"), phase("synthesize", "")],
+            attention: vec![Attention {
+                node: "a-resource-of-a-long-name".into(),
+                walk: "decode".into(),
+                calls: Calls { replayed: 123_456, captured: 1234, eager: 99_999, padded: 0 },
+            }],
             kernels: BTreeMap::from([("attn: paged cpu avx512 decode + prefill".into(), 100)]),
             sparse: Some(Sparse {
                 scored: 123_456_789_012,

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use mstar_core::attend::{IndexGeometry, SparseAttention, SparseWork, Work, attend, attend_sparse};
+use mstar_core::attend::{
+    IndexGeometry, SparseAttention, SparseWork, Work, attend, attend_sparse, sparse_capture_key,
+};
 use mstar_core::{Attention, Forward, PlanId, ResourceName};
 
 use super::buffers::Views;
@@ -69,11 +71,18 @@ impl Room {
         }
     }
 
-    /// The least that attending `plan` costs.
-    pub(crate) fn work(&self, plan: &PlanId) -> Work {
+    /// The least that one layer of `plan` costs, selecting where it is full included.
+    pub(crate) fn work(&self, plan: &PlanId, layer: usize) -> Work {
         match &self.attends {
             Attends::Dense(attention) => attention.work(plan),
-            Attends::Sparse { .. } => Work::default(),
+            Attends::Sparse { sparse, .. } => {
+                let (selecting, mut least) = sparse.work(plan);
+                if sparse.index().is_full(layer) {
+                    let Work { bytes_read, bytes_written, flops, .. } = selecting;
+                    least += Work { tokens: 0, bytes_read, bytes_written, flops };
+                }
+                least
+            }
         }
     }
 
@@ -81,7 +90,18 @@ impl Room {
     pub(crate) fn capture_key(&self, plan: &PlanId) -> Option<u64> {
         match &self.attends {
             Attends::Dense(attention) => attention.capture_key(plan),
-            Attends::Sparse { .. } => None,
+            Attends::Sparse { sparse, dense } => sparse_capture_key(&**sparse, dense.as_deref(), plan),
+        }
+    }
+
+    /// Brings about on the host what [`Room::attend`] does there, before a captured region of it runs again.
+    ///
+    /// # Errors
+    /// As the resources say.
+    pub(crate) fn replaying(&self, forward: &mut Forward<'_>) -> mstar_core::Result<()> {
+        match &self.attends {
+            Attends::Dense(_) => Ok(()),
+            Attends::Sparse { sparse, .. } => sparse.replaying(forward),
         }
     }
 

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use mstar_core::attend::{SparseWork, Work as Least};
-use mstar_core::graph::Captured;
 use mstar_core::kv::{KvEvent, PagedKvCache, RingKv};
 use mstar_core::{
     Admission, Ingest, Label, Outcome, PlannedStep, PreplannedStep, Refusal, RequestId, Resource,
@@ -21,6 +20,7 @@ use super::memory::Memory;
 use super::model::Model;
 use super::need::Need;
 use super::phases::Phases;
+use super::regions::Regions;
 use super::report;
 use super::saved::SavedWorlds;
 use super::scheduler::{Runtime, Work};
@@ -71,7 +71,7 @@ pub(crate) struct Live<'a> {
     verify: f64,
     phases: Arc<Phases>,
     buffers: Buffers,
-    graphs: Captured,
+    regions: Regions,
     contents: HashMap<usize, Content>,
     digests: HashMap<usize, u64>,
     digest: RunDigest,
@@ -111,7 +111,7 @@ impl<'a> Live<'a> {
             verify,
             phases,
             buffers,
-            graphs: Captured::new(),
+            regions: Regions::default(),
             contents: HashMap::new(),
             digests: HashMap::new(),
             digest: RunDigest::default(),
@@ -156,9 +156,9 @@ impl<'a> Live<'a> {
         self.padded_steps
     }
 
-    /// What a device captured.
-    pub(crate) fn graphs(&self) -> &Captured {
-        &self.graphs
+    /// What a device captured, and how calls were made.
+    pub(crate) fn regions(&self) -> &Regions {
+        &self.regions
     }
 
     /// Which kernels ran, and in how many plans.
@@ -355,7 +355,8 @@ impl Runtime for Live<'_> {
             phases: &self.phases,
             witness: self.witness,
         };
-        let outcome = forward::run(self.model, &mut self.buffers, &mut self.graphs, &planned, works, &scene)?;
+        let outcome =
+            forward::run(self.model, &mut self.buffers, &mut self.regions, &planned, works, &scene)?;
         self.model.engine.commit(planned)?;
         self.note(outcome);
         self.note_frames(works);

@@ -29,10 +29,12 @@ impl<'a> Forward<'a> {
         Forward { layer, ..Forward::new(plan, stream, None) }
     }
 
-    /// As it is, with nobody told what it costs: while work is captured no clock is read and nothing is waited for.
-    #[must_use]
-    pub fn unobserved(self) -> Forward<'a> {
-        Forward { observer: None, ..self }
+    /// Calls `record` with nobody told what it costs: while work is captured no clock is read and nothing is waited for.
+    pub fn unobserved<T>(&mut self, record: impl FnOnce(&mut Forward<'a>) -> T) -> T {
+        let observer = self.observer.take();
+        let result = record(self);
+        self.observer = observer;
+        result
     }
 
     /// The plan that this forward reads.

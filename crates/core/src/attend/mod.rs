@@ -22,7 +22,7 @@ pub(crate) use self::observe::Timer;
 pub use self::observe::{Event, Observer, Phase, Work};
 pub use self::sparse::{
     IndexFormat, IndexGeometry, IndexStore, Indexed, Selection, SparseAttention, SparseFactory, SparseWork,
-    attend_sparse,
+    attend_sparse, sparse_capture_key,
 };
 
 use crate::kv::{KvEntries, PagedKv};

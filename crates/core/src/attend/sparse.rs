@@ -13,7 +13,7 @@ use mstar_kernels::{DType, Device, TensorMut, TensorRef};
 
 use super::{
     Attention, AttnGeometry, AttnOut, BuildContext, Forward, Fresh, Phase, Query, Rank, Reason, StepShape,
-    Timer, Work, write_kv,
+    Timer, Work, pages::key_of, waited, write_kv,
 };
 use crate::kv::{PagedKv, PlaneConfig};
 use crate::{Error, PlanId, Resource, ResourceName, Result};
@@ -247,6 +247,24 @@ pub trait SparseAttention: Resource {
     /// A pick that was overwritten, or an `out` that does not fit.
     fn copy_selection(&self, selection: &Selection, out: TensorMut<'_>) -> Result<()>;
 
+    /// What a capture of the calls of a layer of this plan takes for granted, as [`Attention::capture_key`]; the cache's own writes
+    /// and a dense resource beside it are the caller's to add ([`sparse_capture_key`] does). `None` where they cannot be captured.
+    fn capture_key(&self, plan: &PlanId) -> Option<u64> {
+        let _ = plan;
+        None
+    }
+
+    /// Brings about on the host what the calls of the forward's layer do there, for a captured region of them that is about to run
+    /// again: a full layer has stored its keys and selected, and the cursor knows. What has no [`SparseAttention::capture_key`] is
+    /// never asked.
+    ///
+    /// # Errors
+    /// A missing plan; a shared layer whose full layer has not selected in this forward, as [`SparseAttention::attend`] says it.
+    fn replaying(&self, forward: &mut Forward<'_>) -> Result<()> {
+        let _ = forward;
+        Ok(())
+    }
+
     /// Pairs scored and attended in a layer of the plan.
     fn sparse_work(&self, plan: &PlanId) -> SparseWork;
 
@@ -266,6 +284,21 @@ pub struct Indexed<'a> {
     pub q: TensorRef<'a>,
     /// `[T, Hi]` f32: head weights, scales folded in.
     pub weights: TensorRef<'a>,
+}
+
+/// What a capture of [`attend_sparse`] over this plan takes for granted, as [`Attention::capture_key`]: where the cache finds the slots
+/// that it writes, what the indexer and the attention over its picks do, and what `attention` does where it runs the plan. Which
+/// queries are selected is no part of it, but the plan's staged rows. `None` where it cannot be captured.
+pub fn sparse_capture_key(
+    sparse: &dyn SparseAttention,
+    attention: Option<&dyn Attention>,
+    plan: &PlanId,
+) -> Option<u64> {
+    let of_dense = match attention {
+        Some(attention) if !sparse.needs_selection(plan).ok()? => attention.capture_key(plan)?,
+        _ => 0,
+    };
+    Some(key_of(&[sparse.kv_cache().capture_key(plan)?, sparse.capture_key(plan)?, of_dense]))
 }
 
 /// Attends one layer of a model with an indexer: writes `fresh` latents and index keys, selects where the layer is full
@@ -299,6 +332,7 @@ pub fn attend_sparse(
     if let Some(indexed) = indexed {
         let timer = Timer::start(forward.observer());
         sparse.store_keys(forward, indexed.keys)?;
+        waited(forward)?;
         timer.stop(Phase::KvWrite, sparse.name(), Some(layer), || stored(&indexed.keys));
     }
     if !sparse.needs_selection(forward.plan_id())? {
@@ -308,6 +342,7 @@ pub fn attend_sparse(
             None => sparse.attend(forward, None, q, out)?,
         }
         let name = attention.map_or(sparse.name(), |attention| attention.name());
+        waited(forward)?;
         let least =
             || attention.map_or_else(|| sparse.work(forward.plan_id()).1, |a| a.work(forward.plan_id()));
         timer.stop(Phase::Attend, name, Some(layer), least);
@@ -317,6 +352,7 @@ pub fn attend_sparse(
         Some(indexed) => {
             let timer = Timer::start(forward.observer());
             let selection = sparse.select(forward, indexed.q, indexed.weights)?;
+            waited(forward)?;
             timer.stop(Phase::Select, sparse.name(), Some(layer), || sparse.work(forward.plan_id()).0);
             selection
         }
@@ -324,6 +360,7 @@ pub fn attend_sparse(
     };
     let timer = Timer::start(forward.observer());
     sparse.attend(forward, Some(&selection), q, out)?;
+    waited(forward)?;
     timer.stop(Phase::Attend, sparse.name(), Some(layer), || sparse.work(forward.plan_id()).1);
     Ok(())
 }

@@ -14,6 +14,6 @@ mod warmup;
 
 pub use bucket::{Bucket, Buckets, padded_q_lens, step_shape};
 pub use capacity::captured_page_capacity;
-pub use captured::Captured;
+pub use captured::{Captured, Ran, Region};
 pub use lease::{Fence, Lease, NoFence};
 pub use warmup::warm_up;

@@ -1,5 +1,6 @@
 //! The calls of a layer: store, select, share, attend.
 
+use mstar_core::attend::pages::key_of;
 use mstar_core::attend::{IndexGeometry, Selection, SparseAttention, SparseWork, Work};
 use mstar_core::kv::{LayerView, PagedKv};
 use mstar_core::{AttnOut, Error, Forward, PlanId, Query, Result};
@@ -290,6 +291,34 @@ impl SparseAttention for DsaManager {
             } else {
                 to.as_mut_slice::<i32>().expect("rows were found contiguous").fill(-1);
             }
+        }
+        Ok(())
+    }
+
+    /// Where the plan's rows, picks, staging and scratch lie, how many queries there are and how many keys one may see. Whose
+    /// queries are selected lies in the rows: a neighbour that crosses `index_topk` is no other region.
+    fn capture_key(&self, plan: &PlanId) -> Option<u64> {
+        let stored = self.stored(plan).ok()?;
+        let of_plan = stored.plan.capture_key()?;
+        let selects = u64::from(stored.plan.needs_selection());
+        let places = stored.lock("capture_key").ok()?.places();
+        let numbers = [of_plan, selects, stored.plan.num_tokens() as u64].into_iter().chain(places);
+        Some(key_of(&numbers.collect::<Vec<_>>()))
+    }
+
+    fn replaying(&self, forward: &mut Forward<'_>) -> Result<()> {
+        let (call, layer) = ("SparseAttention::replaying", forward.layer());
+        let stored = self.stored(forward.plan_id())?;
+        if self.index.is_full(layer) {
+            let mut memory = stored.lock(call)?;
+            memory.stored = Some(layer);
+            if stored.plan.needs_selection() && !planted("dsa-replay-unnoted") {
+                let turn = memory.turn(layer);
+                forward.note_selection(Selection::new(forward.plan_id().clone(), layer, turn));
+            }
+        } else if stored.plan.needs_selection() {
+            let selection = self.shared_selection(forward)?;
+            self.holds(&*stored.lock(call)?, &selection, call)?;
         }
         Ok(())
     }

@@ -140,6 +140,13 @@ impl Memory {
         Ok(())
     }
 
+    /// Where each part lies, and how large scratch is, by which it is cut: what a captured run takes for granted.
+    pub(crate) fn places(&self) -> [u64; 4] {
+        let [selection, staging, workspace] =
+            [&self.selection, &self.staging, &self.workspace].map(|part| part.as_ptr().addr() as u64);
+        [selection, staging, workspace, self.workspace.len() as u64]
+    }
+
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
         self.selection.len() + self.staging.len() + self.workspace.len()

@@ -331,3 +331,45 @@ fn elsewhere() -> Stream {
     // SAFETY: null is every device's default stream.
     unsafe { Stream::from_raw(Device::Cuda(0), std::ptr::null_mut()) }
 }
+
+#[test]
+fn a_layer_that_is_replayed_leaves_in_the_cursor_what_selecting_leaves() {
+    let rig = rig();
+    let stream = Stream::cpu();
+    let inputs = Inputs::new(&rig, 1);
+    let mut left = Vec::new();
+    for replayed in [false, true] {
+        let planned = rig.planned(step(&[("a", 1)]), None);
+        let mut forward = planned.forward("main", &stream);
+        // A shared layer is replayed behind its full one alone.
+        forward.set_layer(1);
+        let said = rig.dsa.replaying(&mut forward).unwrap_err().to_string();
+        assert!(said.contains("the pick of layer 0, which has not selected"), "{said}");
+        for layer in [0, 2] {
+            forward.set_layer(layer);
+            if replayed {
+                rig.dsa.replaying(&mut forward).unwrap();
+            } else {
+                let indexed = inputs.indexed(&rig);
+                rig.dsa.store_keys(&forward, indexed.keys).unwrap();
+                rig.dsa.select(&mut forward, indexed.q, indexed.weights).unwrap();
+            }
+            forward.set_layer(layer + 1);
+            let shared = rig.dsa.shared_selection(&forward).unwrap();
+            rig.dsa.replaying(&mut forward).unwrap();
+            left.push((shared.layer(), shared.turn(), shared.plan() == forward.plan_id()));
+        }
+        // What the buffers hold now is the last pick, and no earlier one.
+        let earlier = Selection::new(forward.plan_id().clone(), 0, left[left.len() - 2].1);
+        let mut picks = vec![0i32; rig.dsa.index().index_topk];
+        let shape = [1, picks.len()];
+        let mut copy =
+            |of: &Selection| rig.dsa.copy_selection(of, TensorMut::from_slice(&mut picks, &shape).unwrap());
+        assert!(copy(&earlier).is_err());
+        copy(forward.last_selection().unwrap()).unwrap();
+        rig.engine.abort(planned);
+    }
+    // As many turns as an eager pass takes.
+    let turns: Vec<_> = left.iter().map(|(layer, turn, own)| (*layer, turn - left[0].1, *own)).collect();
+    assert_eq!(turns, [(0, 0, true), (2, 1, true), (0, 2, true), (2, 3, true)]);
+}

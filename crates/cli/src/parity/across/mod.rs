@@ -187,7 +187,7 @@ fn drive(asked: &Across, prepared: &[Prepared], devices: &[Device], interrupt: &
         spec: first.path.display().to_string(),
         dtype: spec.dtype,
         steps: scheduler.counts().steps,
-        captured: together.lives().map(|(_, live)| live.graphs().captures()).collect(),
+        captured: together.lives().map(|(_, live)| live.regions().graphs().captures()).collect(),
         digests: together.lives().map(|(_, live)| live.digest().hex()).collect(),
         stopped_early,
         interrupted: stopped_early && interrupt.code().is_some(),
