@@ -10,7 +10,7 @@ use crate::{DType, Stream};
 use super::memory::{Numbers, Outputs, noise, scratch};
 use super::{Bits, Family, Row, Setting, row};
 
-/// A row is a batch of `l` queries, and its keys are counted in blocks of [`BLOCK`].
+/// A row is a batch of `l` queries, and its keys are counted in blocks.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct InBlocks<'a> {
     pub(super) g: usize,
@@ -18,17 +18,21 @@ pub(super) struct InBlocks<'a> {
     pub(super) l: usize,
     pub(super) d: usize,
     pub(super) dv: usize,
+    /// Keys of a block.
+    pub(super) block: usize,
     pub(super) scores: &'a [ScoreMod<'a>],
     pub(super) masks: &'a [MaskMod<'a>],
 }
 
 pub(super) const BLOCK: usize = 16;
+/// Position of query 0 among the keys, for mods.
+pub(super) const OFFSET: i64 = 1271;
 /// Blocks that are stored of each row: more than it sees.
 pub(super) const STORED: usize = 80;
 
 impl InBlocks<'_> {
     pub(super) fn narrow() -> InBlocks<'static> {
-        InBlocks { g: 1, group: 2, l: 9, d: 64, dv: 64, scores: &[], masks: &[] }
+        InBlocks { g: 1, group: 2, l: 9, d: 64, dv: 64, block: BLOCK, scores: &[], masks: &[] }
     }
 
     /// Which stored blocks a row sees, ascending.
@@ -53,8 +57,8 @@ impl Family for InBlocks<'_> {
     }
 
     fn run(&self, stream: &Stream, set: &Setting, rows: &[Row]) -> Vec<Bits> {
-        let InBlocks { g, group, l, d, dv, scores, masks } = *self;
-        let (dtype, junk, h, m) = (set.dtype, set.junk, g * group, STORED * BLOCK);
+        let InBlocks { g, group, l, d, dv, block: size, scores, masks } = *self;
+        let (dtype, junk, h, m) = (set.dtype, set.junk, g * group, STORED * size);
         let options = ScheduleOptions { workers: 1, target: Target::Blocks, ..ScheduleOptions::default() };
         let mut work = WorkList::default();
         let mut last = None;
@@ -84,7 +88,7 @@ impl Family for InBlocks<'_> {
                 q_len: l,
                 kv_len: m,
                 block_q: l,
-                block_kv: BLOCK,
+                block_kv: size,
                 batch: b,
                 heads: 1,
                 indptr: &indptr,
@@ -106,9 +110,9 @@ impl Family for InBlocks<'_> {
                 for (at, row) in rows.iter().enumerate() {
                     for head in 0..g {
                         for (ordinal, block) in seen[at].iter().enumerate() {
-                            for key in 0..BLOCK {
-                                let to_key = ((at * g + head) * m + block * BLOCK + key) * width;
-                                let of = [salt, row.id, head as u64, (ordinal * BLOCK + key) as u64];
+                            for key in 0..size {
+                                let to_key = ((at * g + head) * m + block * size + key) * width;
+                                let of = [salt, row.id, head as u64, (ordinal * size + key) as u64];
                                 to.set_all(to_key, width, |i| noise(&[of[0], of[1], of[2], of[3], i as u64]));
                             }
                         }
@@ -128,7 +132,7 @@ impl Family for InBlocks<'_> {
                 k: k.tensor(0, dtype, &[b, g, m, d]).unwrap(),
                 v: v.tensor(0, dtype, &[b, g, m, dv]).unwrap(),
                 sm_scale: 0.2,
-                q_offset: (m - l) as i64,
+                q_offset: OFFSET,
                 score_mods: scores,
                 mask_mods: masks,
                 o,

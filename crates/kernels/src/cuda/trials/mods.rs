@@ -6,7 +6,7 @@ use crate::DType;
 use crate::flex::{CudaSnippet, MaskMod, ScoreMod, UserMask, UserMod};
 use crate::testing::judge;
 
-use super::blocks::{BLOCK, InBlocks, STORED};
+use super::blocks::{BLOCK, InBlocks, OFFSET, STORED};
 use super::memory::{Numbers, floats, noise};
 use super::{Bits, DTYPES, Family, NAN, Row, Setting, row, stream};
 
@@ -28,7 +28,7 @@ fn oracle(
     b: usize,
     change: Change<'_>,
 ) -> (Vec<f64>, Vec<f64>) {
-    let InBlocks { g, group, l, d, dv, .. } = *family;
+    let InBlocks { g, group, l, d, dv, block: size, .. } = *family;
     let (row, h) = (rows[b], g * group);
     let seen = InBlocks::visible(&row, Setting::of(dtype).place);
     let before: usize = rows[..b].iter().map(|row| row.kv).sum();
@@ -44,10 +44,10 @@ fn oracle(
         for (ordinal, block) in seen.iter().enumerate() {
             // As `InBlocks` has it: each other block of all lists is visible in part.
             let partial = !family.masks.is_empty() && (before + ordinal).is_multiple_of(2);
-            for key in 0..BLOCK {
-                let content = ordinal * BLOCK + key;
+            for key in 0..size {
+                let content = ordinal * size + key;
                 let dot: f64 = (0..d).map(|i| q[i] * kv(1, content, i)).sum();
-                let score = change(f64::from(0.2f32) * dot, b, head, query, block * BLOCK + key, partial);
+                let score = change(f64::from(0.2f32) * dot, b, head, query, block * size + key, partial);
                 scores.extend(score.map(|score| (content, score)));
             }
         }
@@ -65,12 +65,12 @@ fn oracle(
     (o, lse)
 }
 
-fn hold(what: &str, scores: &[ScoreMod<'_>], masks: &[MaskMod<'_>], change: Change<'_>) {
+fn hold(what: &str, block: usize, scores: &[ScoreMod<'_>], masks: &[MaskMod<'_>], change: Change<'_>) {
     let Some(owned) = stream(what) else { return };
     let stream = owned.stream();
     // Batches of no block, of one, of a leaf and more.
     let rows = [row(0, L, 3), row(1, L, 0), row(2, L, 1), row(3, L, 9)];
-    let family = InBlocks { g: 1, group: 2, l: L, d: 32, dv: 32, scores, masks };
+    let family = InBlocks { g: 1, group: 2, l: L, d: 32, dv: 32, block, scores, masks };
     for dtype in super::dtypes(&DTYPES) {
         let set = Setting { junk: NAN, ..Setting::of(dtype) };
         let got = family.run(&stream, &set, &rows);
@@ -95,8 +95,8 @@ fn hold(what: &str, scores: &[ScoreMod<'_>], masks: &[MaskMod<'_>], change: Chan
 }
 
 const L: usize = 9;
-/// What is added to a query's index, as `InBlocks` says.
-const OFFSET: i64 = (STORED * BLOCK - L) as i64;
+/// A block of whole tiles, in which kernels know a key's neighbours.
+const WHOLE: usize = 64;
 
 fn distance(query: usize, key: usize) -> i64 {
     key as i64 - (query as i64 + OFFSET)
@@ -119,13 +119,15 @@ fn a_users_score_mod_is_a_snippet() {
             ints: vec![dropped],
         }),
     };
-    hold("a user's score mod", &[ScoreMod::User(&user)], &[], &|score, _, head, query, key, _| {
-        if key % 11 == dropped as usize {
-            return None;
-        }
-        let factor = if query % 2 == 0 { 1.0 } else { 0.5 };
-        Some((score + f64::from(bias[head * 7 + key % 7]) * factor).min(1.0))
-    });
+    for block in [BLOCK, WHOLE] {
+        hold("a user's score mod", block, &[ScoreMod::User(&user)], &[], &|score, _, head, query, key, _| {
+            if key % 11 == dropped as usize {
+                return None;
+            }
+            let factor = if query % 2 == 0 { 1.0 } else { 0.5 };
+            Some((score + f64::from(bias[head * 7 + key % 7]) * factor).min(1.0))
+        });
+    }
 }
 
 #[test]
@@ -142,7 +144,7 @@ fn a_users_mask_is_a_snippet() {
     let mask = |batch: usize, head: usize, query: usize, key: usize| {
         !(key + query + batch + 4 + head).is_multiple_of(3)
     };
-    hold("a user's mask", &[], &[MaskMod::User(&user)], &|score, batch, head, query, key, partial| {
+    hold("a user's mask", BLOCK, &[], &[MaskMod::User(&user)], &|score, batch, head, query, key, partial| {
         (!partial || mask(batch, head, query, key)).then_some(score)
     });
     // Behind others: all must allow a key.
@@ -151,7 +153,7 @@ fn a_users_mask_is_a_snippet() {
         (0..(STORED * BLOCK) as i32).map(|key| key / 50 % 3).collect(),
     );
     let both = [MaskMod::Document { q_ids: &q_ids, kv_ids: &kv_ids }, MaskMod::User(&user)];
-    hold("documents and a user's mask", &[], &both, &|score, batch, head, query, key, partial| {
+    hold("documents and a user's mask", BLOCK, &[], &both, &|score, batch, head, query, key, partial| {
         let seen = mask(batch, head, query, key) && q_ids[query] == kv_ids[key];
         (!partial || seen).then_some(score)
     });
@@ -159,18 +161,20 @@ fn a_users_mask_is_a_snippet() {
 
 #[test]
 fn causal_masks_and_windows_are_the_oracles() {
-    hold("causal", &[], &[MaskMod::Causal], &|score, _, _, query, key, partial| {
+    hold("causal", BLOCK, &[], &[MaskMod::Causal], &|score, _, _, query, key, partial| {
         (!partial || distance(query, key) <= 0).then_some(score)
     });
     let window = [MaskMod::SlidingWindow { left: 900, right: 1 }];
-    hold("a window", &[], &window, &|score, _, _, query, key, partial| {
+    hold("a window", BLOCK, &[], &window, &|score, _, _, query, key, partial| {
         (!partial || (-900..=1).contains(&distance(query, key))).then_some(score)
     });
     // In every block, and with a cap before.
     let scores = [ScoreMod::SoftCap(0.9), ScoreMod::Causal];
-    hold("a cap, then causal", &scores, &[], &|score, _, _, query, key, _| {
-        (distance(query, key) <= 0).then(|| 0.9f32 as f64 * (score / 0.9f32 as f64).tanh())
-    });
+    for block in [BLOCK, WHOLE] {
+        hold("a cap, then causal", block, &scores, &[], &|score, _, _, query, key, _| {
+            (distance(query, key) <= 0).then(|| 0.9f32 as f64 * (score / 0.9f32 as f64).tanh())
+        });
+    }
 }
 
 #[test]

@@ -95,13 +95,14 @@ fn segments(runner: &Runner) {
     runner.run(&of(40, 200, Prefixes::Packed, None), &small(), F32, 3, HOPPER);
     runner.run(&of(128, 128, Prefixes::Pages, None), &small(), BF16, 0, HOPPER);
     runner.run(&of(192, 128, Prefixes::Packed, None), &small(), F16, 0, AMPERE);
+    runner.run(&of(192, 128, Prefixes::Packed, None), &small(), BF16, 0, HOPPER);
     runner.run(&of(256, 256, Prefixes::None, Some(2.0)), &small(), BF16, 0, HOPPER);
 }
 
 fn blocks(runner: &Runner) {
     // Rows are batches of nine queries, of so many blocks.
     let rows = [3, 18, 0, 1].map(|blocks| row(blocks as u64, 9, blocks));
-    let of = |dv| InBlocks { g: 1, group: 2, l: 9, d: 128.min(dv), dv, scores: &[], masks: &[] };
+    let of = |dv| InBlocks { d: 128.min(dv), dv, ..InBlocks::narrow() };
     runner.run(&of(100), &rows, F16, 0, PLAIN);
     runner.run(&of(24), &rows, F32, 0, HOPPER);
     runner.run(&of(128), &rows, F16, 0, HOPPER);
@@ -114,6 +115,15 @@ fn blocks(runner: &Runner) {
         MaskMod::Document { q_ids: &q_ids, kv_ids: &kv_ids },
     ];
     runner.run(&InBlocks { scores: &scores, masks: &masks, ..of(128) }, &rows, F16, 0, HOPPER);
+    let slopes = [0.01, 0.02];
+    let scores = [
+        ScoreMod::Alibi { slopes: &slopes },
+        ScoreMod::SoftCap(2.0),
+        ScoreMod::RelBias { table: &table, window: 8 },
+    ];
+    // Blocks of whole tiles.
+    let rows = [3, 0, 1].map(|blocks| row(blocks as u64, 9, blocks));
+    runner.run(&InBlocks { scores: &scores, block: 64, ..of(128) }, &rows, F16, 0, HOPPER);
 }
 
 fn latents(runner: &Runner) {
