@@ -327,3 +327,71 @@ fn an_instruction_set_that_is_not_here_is_refused() {
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("avx1024"), "{}", stderr(&output));
 }
+
+/// What a run on a device takes and builds; on the emulated one, where there is no card.
+#[cfg(feature = "emulator")]
+mod device {
+    use super::*;
+
+    fn on_device(args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_mstar"));
+        command.args(args).args(["--device", "cuda:0"]).current_dir(root());
+        command.env("MSTAR_CUDA", "emulated").env_remove("MSTAR_DATA").env_remove("MSTAR_ISA");
+        command.output().expect("the program starts")
+    }
+
+    fn json(text: &str) -> serde_json::Value {
+        serde_json::from_str(text).expect("valid JSON")
+    }
+
+    /// A spec of each kind of cache and backend, made small: what is explained, and the report of its run.
+    fn explained_and_run(name: &str, sets: &[&str]) -> (serde_json::Value, serde_json::Value) {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, spec) = (folder.path().join("report.json"), format!("specs/{name}.yaml"));
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+        let explained = on_device(&[&["explain", &spec, "--json"], &sets[..]].concat());
+        let steps = ["run", &spec, "--quiet", "--steps", "8", "--report", path.to_str().unwrap()];
+        let run = on_device(&[&steps[..], &sets].concat());
+        assert_eq!(run.status.code(), Some(0), "{name}: {}", stderr(&run));
+        (json(&stdout(&explained)), json(&fs::read_to_string(&path).unwrap()))
+    }
+
+    const SMALL: [(&str, &[&str]); 6] = [
+        ("quickstart", &["workload.requests=3"]),
+        ("cfg-forks", &["workload.requests=2", "workload.max_batch=2"]),
+        ("diffusion-cfg", &["workload.requests=2", "workload.max_batch=2"]),
+        ("whisper-cross", &["workload.requests=2", "workload.max_batch=2", "model.layers=2"]),
+        ("deepseek-mla-decode", &["workload.requests=2", "workload.max_batch=2", "model.layers=1"]),
+        ("world-model", &["workload.requests=1", "workload.max_batch=1"]),
+    ];
+
+    #[test]
+    fn a_run_builds_every_kernel_before_its_first_step() {
+        for (name, sets) in SMALL {
+            let (_, report) = explained_and_run(name, sets);
+            assert_eq!(report["steps"]["late_kernels"], serde_json::Value::Null, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_spec_that_a_card_has_no_room_for_is_refused_before_anything_is_built_or_taken() {
+        let cache = tempfile::tempdir().unwrap();
+        let spec = "specs/quickstart.yaml";
+        let pages = "resources.kv.max_num_pages=2000000";
+        let mut command = Command::new(env!("CARGO_BIN_EXE_mstar"));
+        command.args(["run", spec, "--device", "cuda:0", "--set", pages]).current_dir(root());
+        let run =
+            command.env("MSTAR_CUDA", "emulated").env("MSTAR_CACHE_DIR", cache.path()).output().unwrap();
+        let said = stderr(&run);
+        assert_eq!(run.status.code(), Some(2), "{said}");
+        for part in
+            ["of cuda:0's memory", "8.0 GiB are free", "lower resources.kv.max_num_pages from 2000000"]
+        {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        assert_eq!(fs::read_dir(cache.path()).unwrap().count(), 0, "a kernel was built");
+        let explained = on_device(&["explain", spec, "--set", pages, "--json"]);
+        let refusals = json(&stdout(&explained))["refusals"].to_string();
+        assert!(refusals.contains("of cuda:0's memory"), "{refusals}");
+    }
+}

@@ -10,7 +10,7 @@ use mstar_kernels::dsa::{
 };
 use mstar_kernels::mla::{Geometry, Variant};
 use mstar_kernels::paged::PageTable;
-use mstar_kernels::plan::{Latents, PlanOptions};
+use mstar_kernels::plan::{Capacity, Latents, PlanOptions};
 use mstar_kernels::{Device, Error, Stream, paged};
 
 use crate::{DsaPlan, Result};
@@ -26,6 +26,40 @@ pub struct Indexer {
     pub index_topk: usize,
     /// How a key lies in its slot.
     pub format: KeyFormat,
+}
+
+/// Compiles and loads all that attending such a layer runs, picked or not. Nothing on the CPU.
+///
+/// # Errors
+/// A kernel that cannot be built.
+pub(crate) fn prepare(layer: &Layer, stream: &Stream) -> Result<()> {
+    let device = stream.device();
+    if device == Device::Cpu {
+        return Ok(());
+    }
+    let variant = Variant { sm_scale: layer.sm_scale, causal: true };
+    // For a bucket of one row: its run may be over rows of any kind. How many query vectors a block takes doubles.
+    for tokens in (0..7).map(|power| 1 << power) {
+        let table = PageTable {
+            qo_indptr: &[0, tokens as i32],
+            kv_indptr: &[0, 1],
+            kv_indices: &[0],
+            kv_last_page_len: &[1],
+            num_pages: 1,
+            ..PageTable::default()
+        };
+        let capacity = Some(Capacity { rows: 1, tokens, pages: 1 });
+        let options = PlanOptions { device, capacity, ..PlanOptions::default() };
+        let dense = mstar_kernels::plan::Plan::<Latents>::new(&layer.geometry, &variant, &table, &options);
+        dense?.stage(stream)?;
+    }
+    prepare_picks(layer, stream)
+}
+
+fn prepare_picks(layer: &Layer, stream: &Stream) -> Result<()> {
+    let Indexer { index_n_heads, index_head_dim, format, .. } = layer.indexer;
+    prepare_select(stream, layer.geometry.q_dtype, format, index_n_heads, index_head_dim)?;
+    Ok(prepare_sparse(stream, &layer.geometry)?)
 }
 
 /// The layer that a batch is planned for.
@@ -207,10 +241,7 @@ impl Plan {
         if self.device() == Device::Cpu || !self.needs_selection() {
             return Ok(());
         }
-        let Layer { geometry, indexer, .. } = self.layer;
-        let Indexer { index_n_heads, index_head_dim, format, .. } = indexer;
-        prepare_select(stream, geometry.q_dtype, format, index_n_heads, index_head_dim)?;
-        prepare_sparse(stream, &geometry)?;
+        prepare_picks(&self.layer, stream)?;
         let keys = self.max_keys();
         let rows = &self.rows;
         let on = match self.on.0.take().filter(|on| on.device() == stream.device() && on.max_keys() >= keys) {

@@ -41,6 +41,8 @@ impl Counter {
 static ALL: Counter = Counter::new();
 static ON_HOST: Counter = Counter::new();
 static ON_DEVICE: [Counter; MOST_DEVICES] = [const { Counter::new() }; MOST_DEVICES];
+/// Of the host's, what is pinned for a device.
+static PINNED: Counter = Counter::new();
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 
 fn counter(device: Device) -> Option<&'static Counter> {
@@ -93,6 +95,16 @@ pub fn allocated_bytes_on(device: Device) -> usize {
 /// The most that [`allocated_bytes_on`] has been.
 pub fn peak_allocated_bytes_on(device: Device) -> usize {
     counter(device).map_or(0, |counter| counter.peak.load(Ordering::Relaxed))
+}
+
+/// Bytes of the host's memory that live buffers have pinned for a device; they count as the host's too.
+pub fn pinned_bytes() -> usize {
+    PINNED.now.load(Ordering::Relaxed)
+}
+
+/// The most that [`pinned_bytes`] has been.
+pub fn peak_pinned_bytes() -> usize {
+    PINNED.peak.load(Ordering::Relaxed)
 }
 
 /// Buffers made since the process started: a run that allocates nothing leaves it unchanged.
@@ -175,6 +187,9 @@ impl Buffer {
         ALL.add(bytes);
         if let Some(counter) = counter(device) {
             counter.add(bytes);
+        }
+        if memory.as_ref().is_some_and(|memory| memory.pinned_for().is_some()) {
+            PINNED.add(bytes);
         }
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         Buffer { ptr, bytes, device, memory }
@@ -304,6 +319,9 @@ impl Drop for Buffer {
             unsafe { dealloc(self.ptr.as_ptr(), layout) };
         }
         ALL.subtract(self.bytes);
+        if self.pinned_for().is_some() {
+            PINNED.subtract(self.bytes);
+        }
         if let Some(counter) = counter(self.device) {
             counter.subtract(self.bytes);
         }

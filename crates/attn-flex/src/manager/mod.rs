@@ -92,6 +92,7 @@ impl FlexAttention {
             None => 0,
         };
         let shelf = Shelf::new(cx.stream, recipe, rows, foreseen);
+        scores.with(|score_mods| shelf.prepare((config, ring.groups()), score_mods))?;
         Ok(FlexAttention { ring: Arc::clone(ring), sm_scale: softmax.sm_scale, scores, shelf })
     }
 

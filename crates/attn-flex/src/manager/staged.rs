@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use mstar_core::attend::pages::{EagerSlotKey, WorkspacePool, key_of};
 use mstar_core::attend::{IndexBuf, Work};
-use mstar_core::kv::{RingConfig, RingGroups, RingPlan};
-use mstar_core::{Error, PlanId, ResourceName, Result, StepSerial};
+use mstar_core::kv::{RingBlocks, RingConfig, RingGroups, RingPlan, RingRow};
+use mstar_core::{Error, Label, PlanId, RequestId, ResourceName, Result, Slot, StepSerial};
 use mstar_kernels::mutant::planted;
-use mstar_kernels::{DType, Staged as OnDevice, Stream, TensorRef};
+use mstar_kernels::{DType, Device, Staged as OnDevice, Stream, TensorRef};
 
 use crate::mask::{RingMask, RingRule};
 use crate::{Geometry, KernelOptions, Plan, ScoreMod, Workspace};
@@ -98,6 +98,33 @@ impl Shelf {
             places: Mutex::default(),
             most_rows: Mutex::new(rows),
         }
+    }
+
+    /// Has the kernels of its plans built and loaded, so that planning compiles nothing: a plan of one row without a world is made,
+    /// staged and let go. Nothing on the CPU.
+    ///
+    /// # Errors
+    /// A kernel that cannot be built.
+    pub(super) fn prepare(
+        &self,
+        (config, groups): (&RingConfig, &RingGroups),
+        score_mods: &[ScoreMod<'_>],
+    ) -> Result<()> {
+        if self.stream.device() == Device::Cpu {
+            return Ok(());
+        }
+        let row = RingRow { request: RequestId::new("nobody"), world: None, frame_pos: 0, commit: false };
+        let nothing = RingBlocks { indptr: vec![0, 0], blocks: Vec::new() };
+        let plan = RingPlan {
+            id: PlanId { slot: Slot(0), label: Label::main(), serial: StepSerial(0) },
+            rows: vec![row],
+            real_rows: 0,
+            qo_indptr: vec![0, config.tokens_per_frame as i32],
+            groups: vec![nothing; groups.geometries.len()],
+        };
+        let key = EagerSlotKey::from(&plan.id);
+        let mut staged = self.empty(&key, config, groups, 1)?;
+        self.fill(&mut staged, &key, &plan, (config, groups), score_mods, 1)
     }
 
     /// The same by a changed recipe, and no plan yet.

@@ -11,6 +11,7 @@ mod softmax;
 #[cfg(all(test, feature = "paged", feature = "dense"))]
 mod swap;
 
+pub(crate) use compiler::{device_memory, loaded as loaded_kernels};
 pub(crate) use device::choose;
 pub(crate) use registry::{registry, workspace_bytes};
 pub(crate) use softmax::softmax;

@@ -4,7 +4,7 @@ use mstar_core::ResourceName;
 use mstar_core::spec::{Faults, Node, ResourceKind, Spec, set, yaml};
 use mstar_kernels::Device;
 
-use super::memory::Estimate;
+use super::memory::{Available, Estimate};
 use super::prepare::{Prepared, Served, ServedSparse};
 use crate::run::workload::RequestPlan;
 
@@ -25,8 +25,8 @@ struct Knob {
 
 type Turn = Box<dyn Fn(&mut Spec, usize)>;
 
-/// What to change so that `prepared` takes no more than `available` bytes.
-pub(super) fn advice(prepared: &Prepared, available: u64) -> String {
+/// What to change so that `prepared` takes no more than is available.
+pub(super) fn advice(prepared: &Prepared, available: &Available) -> String {
     let tree = tree(prepared);
     let written = |key: &str| tree.as_ref().is_none_or(|tree| reach(tree, key).is_some());
     let Prepared { spec, attentions, sparse, requests, device, estimate, .. } = prepared;
@@ -41,16 +41,21 @@ fn advise(
     device: Device,
     estimate: &Estimate,
     written: &dyn Fn(&str) -> bool,
-    available: u64,
+    available: &Available,
 ) -> String {
-    let most = u128::from(available - available / SPARE);
+    let spared = |free: u64| free - free / SPARE;
+    let available = Available {
+        host: available.host.map(spared),
+        device: available.device.map(|(free, total)| (spared(free), total)),
+    };
     let mut knobs = knobs(spec, written);
     // What takes the most first; among equals those that come first in the spec.
     knobs.sort_by_key(|knob| std::cmp::Reverse(estimate.of_key(&knob.key)));
     let fits = |knob: &Knob, value: usize| {
         let mut spec = spec.clone();
         (knob.turn)(&mut spec, value);
-        Estimate::of(&spec, served, sparse, requests, device).is_ok_and(|estimate| estimate.most() <= most)
+        Estimate::of(&spec, served, sparse, requests, device)
+            .is_ok_and(|estimate| estimate.too_much(&available).is_none())
     };
     for knob in &knobs {
         if knob.now <= knob.least || !fits(knob, knob.least) {
@@ -163,6 +168,10 @@ resources:
 workload: { kind: synthetic, requests: 99, chunked_prefill: 4000, prompt_len: 3000, output_len: 9 }
 ";
 
+    fn here(bytes: u64) -> Available {
+        Available { host: Some(bytes), device: None }
+    }
+
     fn said(sets: &[&str], available: u64) -> (String, Vec<String>) {
         let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
         let spec = Spec::from_yaml(SPEC.as_bytes(), &sets, "s").unwrap();
@@ -171,7 +180,7 @@ workload: { kind: synthetic, requests: 99, chunked_prefill: 4000, prompt_len: 30
         let requests = workload::load(spec.workload.as_ref().unwrap(), spec.seed, None).unwrap();
         let estimate = Estimate::of(&spec, &[], &[], &requests, Device::Cpu).unwrap();
         let written = |key: &str| reach(&root, key).is_some();
-        (advise(&spec, &[], &[], &requests, Device::Cpu, &estimate, &written, available), sets)
+        (advise(&spec, &[], &[], &requests, Device::Cpu, &estimate, &written, &here(available)), sets)
     }
 
     #[test]

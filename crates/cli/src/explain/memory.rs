@@ -15,6 +15,37 @@ use crate::run::entries::Entries;
 use crate::run::shapes::{of_frames, padded};
 use crate::run::workload::RequestPlan;
 
+/// Where memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// On the device that the layers run on; the CPU's is the host's.
+    Device,
+    /// On the host, pinned for the device.
+    Pinned,
+    /// On the host, where the layers run elsewhere.
+    Host,
+}
+
+impl Place {
+    /// Its name in reports.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Place::Device => "device",
+            Place::Pinned => "pinned",
+            Place::Host => "host",
+        }
+    }
+}
+
+/// What there is to take from, as far as it is told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Available {
+    /// Bytes of the host.
+    pub(crate) host: Option<u64>,
+    /// Bytes of the device that are free, and of how many; absent where layers run on the host.
+    pub(crate) device: Option<(u64, u64)>,
+}
+
 /// One line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Line {
@@ -28,6 +59,8 @@ pub(crate) struct Line {
     pub(crate) key: String,
     /// Whether it is taken as needed, and this is the most: offloaded requests.
     pub(crate) at_most: bool,
+    /// Where it is.
+    pub(crate) place: Place,
 }
 
 /// All of them.
@@ -50,24 +83,37 @@ impl Estimate {
         device: Device,
     ) -> anyhow::Result<Estimate> {
         let mut lines = Vec::new();
+        let apart = device != Device::Cpu;
         for (name, kv) in spec.caches() {
-            pool(&mut lines, name.as_str(), &kv.config, kv.config.max_num_pages, false);
+            pool(&mut lines, name.as_str(), &kv.config, kv.config.max_num_pages, None);
             if kv.host_pages > 0 {
-                pool(&mut lines, name.as_str(), &kv.config, kv.host_pages, true);
+                let place = if apart { Place::Pinned } else { Place::Device };
+                pool(&mut lines, name.as_str(), &kv.config, kv.host_pages, Some(place));
             }
         }
         for (name, ring) in spec.rings() {
             worlds(&mut lines, name.as_str(), &ring.config);
             snapshots(&mut lines, spec, name.as_str(), &ring.config, requests.len());
+            if apart && let Some(Line { at_most: true, place, .. }) = lines.last_mut() {
+                *place = Place::Host;
+            }
         }
         if let (Some(largest), Some(widths)) = (largest_step(spec, requests), Widths::of(spec, requests)) {
-            forward(&mut lines, &widths);
+            forward(&mut lines, &widths, Place::Device);
+            if apart {
+                forward(&mut lines, &widths, Place::Pinned);
+            }
             for served in served {
                 let largest = of_frames(spec, largest);
                 let vo = spec.model.value_width();
                 let each = workspace_bytes(served.backend, &served.geometry, vo, largest, device)?
                     .saturating_add(served.options.beside_workspaces(&served.geometry, largest));
-                workspaces(&mut lines, spec, format!("{}: workspaces", served.name), each, true, largest);
+                let what = format!("{}: workspaces", served.name);
+                workspaces(&mut lines, spec, what, each, true, largest);
+                if apart {
+                    let what = format!("{}: indices on their way", served.name);
+                    pinned_indices(&mut lines, spec, what, largest);
+                }
             }
             for served in sparse {
                 // Who cannot serve it allocates nothing; `explain` says why.
@@ -77,7 +123,7 @@ impl Estimate {
                 let what = format!("{}: picks and workspaces", served.name);
                 workspaces(&mut lines, spec, what, each, false, largest);
                 if served.index.store == IndexStore::Buffers {
-                    key_buffers(&mut lines, spec, served, requests);
+                    key_buffers(&mut lines, spec, served, requests, apart);
                 }
             }
         }
@@ -94,6 +140,33 @@ impl Estimate {
         self.lines.iter().map(|line| line.bytes).sum()
     }
 
+    /// Bytes taken when the run begins at one place.
+    pub(crate) fn taken(&self, place: Place) -> u128 {
+        let taken = self.lines.iter().filter(|line| !line.at_most && line.place == place);
+        taken.map(|line| line.bytes).sum()
+    }
+
+    /// The most that may ever be taken of the device, and of the host where that is another place.
+    fn most_apart(&self, apart: bool) -> (u128, u128) {
+        let sum = |device: bool| {
+            let here = self.lines.iter().filter(|line| (apart && line.place == Place::Device) == device);
+            here.map(|line| line.bytes).sum()
+        };
+        (sum(true), sum(false))
+    }
+
+    /// What is too much: at which place (`None` for the host), how many bytes, and of how many.
+    pub(crate) fn too_much(&self, available: &Available) -> Option<(Place, u128, u64)> {
+        let (device, host) = self.most_apart(available.device.is_some());
+        if let Some((free, _)) = available.device
+            && device > u128::from(free)
+        {
+            return Some((Place::Device, device, free));
+        }
+        let free = available.host.filter(|&free| host > u128::from(free))?;
+        Some((Place::Host, host, free))
+    }
+
     /// The bytes of the lines that grow with `key`.
     pub(crate) fn of_key(&self, key: &str) -> u128 {
         self.lines.iter().filter(|line| line.key == key).map(|line| line.bytes).sum()
@@ -101,8 +174,8 @@ impl Estimate {
 }
 
 /// `pages` pages of every plane of a cache, on the device or as offloaded to the host.
-fn pool(lines: &mut Vec<Line>, name: &str, kv: &KvConfig, pages: usize, host: bool) {
-    let (key, what) = if host { ("host_pages", "offloaded") } else { ("max_num_pages", "pages") };
+fn pool(lines: &mut Vec<Line>, name: &str, kv: &KvConfig, pages: usize, host: Option<Place>) {
+    let (key, what) = if host.is_some() { ("host_pages", "offloaded") } else { ("max_num_pages", "pages") };
     let widths = match kv.layout {
         KvLayout::Nhd { num_kv_heads: g, head_dim: d } => format!("2 x G {g} x D {d}"),
         KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e } => format!("(C {c} + E {e})"),
@@ -115,7 +188,8 @@ fn pool(lines: &mut Vec<Line>, name: &str, kv: &KvConfig, pages: usize, host: bo
             how: format!("L {layers} x P {pages} x S {} x {widths} x {} B", kv.page_size, dtype.size()),
             bytes: slots * width as u128 * dtype.size() as u128,
             key: format!("resources.{name}.{key}"),
-            at_most: host,
+            at_most: host.is_some(),
+            place: host.unwrap_or(Place::Device),
         });
     };
     let width = kv.layout.token_width().expect("bounded by the spec's reader");
@@ -147,6 +221,7 @@ fn worlds(lines: &mut Vec<Line>, name: &str, ring: &RingConfig) {
             bytes: [layers, w, geometry.frames(), f, g, d + dv, size].iter().map(|&n| n as u128).product(),
             key: format!("resources.{name}.num_worlds"),
             at_most: false,
+            place: Place::Device,
         });
     }
 }
@@ -165,11 +240,12 @@ fn snapshots(lines: &mut Vec<Line>, spec: &Spec, name: &str, ring: &RingConfig, 
         bytes: saved as u128 * each as u128,
         key: format!("resources.{name}.num_worlds"),
         at_most: true,
+        place: Place::Device,
     });
 }
 
 /// Queries, cache entries and outputs of one forward, which every layer uses again.
-fn forward(lines: &mut Vec<Line>, widths: &Widths) {
+fn forward(lines: &mut Vec<Line>, widths: &Widths, place: Place) {
     let (t, h, size) = (widths.tokens, widths.num_qo_heads, widths.dtype.size());
     let (what, how) = match widths.entries {
         Entries::Heads { num_kv_heads: g, head_dim: d, head_dim_vo: dv } => {
@@ -187,13 +263,15 @@ fn forward(lines: &mut Vec<Line>, widths: &Widths) {
             ("q, latents, o and lse of one forward", how)
         }
     };
+    let twin = if place == Place::Pinned { ", on the host" } else { "" };
     let mut push = |what: &str, how: String, bytes: Option<usize>| {
         lines.push(Line {
-            what: what.into(),
+            what: format!("{what}{twin}"),
             how,
             bytes: bytes.map_or(u128::MAX, |bytes| bytes as u128),
             key: "workload.chunked_prefill".into(),
             at_most: false,
+            place,
         });
     };
     push(what, how, widths.attended_bytes());
@@ -214,9 +292,9 @@ fn workspaces(
     largest: StepShape,
 ) {
     let each = each as u128;
-    let rows = padded(spec, largest).rows;
+    let rows = rows_of(spec, largest);
     let (indices, listed) = match indices {
-        true => ((4 * rows as u128 + 1) * 4, format!(" + indices of {rows} rows x 16 B + 4 B")),
+        true => (index_bytes(rows), format!(" + indices of {rows} rows x 16 B + 4 B")),
         false => (0, String::new()),
     };
     let Places { main_slots, forks, fork_slots } = Places::of(spec);
@@ -234,12 +312,44 @@ fn workspaces(
             bytes: (main_slots + forks * fork_slots) as u128 * (each + indices),
             key: "workload.max_batch".into(),
             at_most: false,
+            place: Place::Device,
         });
     }
 }
 
+/// Rows that index arrays have room for.
+fn rows_of(spec: &Spec, largest: StepShape) -> usize {
+    padded(spec, largest).rows
+}
+
+/// `qo_indptr` `[R + 1]` and `kv_len` `[R]` of 4 bytes, the last tokens `[R]` of 8.
+fn index_bytes(rows: usize) -> u128 {
+    (4 * rows as u128 + 1) * 4
+}
+
+/// The index arrays of every plan, twice, in pinned memory, from where they go to the device.
+fn pinned_indices(lines: &mut Vec<Line>, spec: &Spec, what: String, largest: StepShape) {
+    let rows = rows_of(spec, largest);
+    let Places { main_slots, forks, fork_slots } = Places::of(spec);
+    let plans = main_slots + forks * fork_slots;
+    lines.push(Line {
+        what,
+        how: format!("plans {plans} x 2 x indices of {rows} rows x 16 B + 4 B"),
+        bytes: 2 * plans as u128 * index_bytes(rows),
+        key: "workload.max_batch".into(),
+        at_most: false,
+        place: Place::Pinned,
+    });
+}
+
 /// Index keys in buffers of each request, which double as they grow.
-fn key_buffers(lines: &mut Vec<Line>, spec: &Spec, served: &ServedSparse, requests: &[RequestPlan]) {
+fn key_buffers(
+    lines: &mut Vec<Line>,
+    spec: &Spec,
+    served: &ServedSparse,
+    requests: &[RequestPlan],
+    apart: bool,
+) {
     let index = &served.index;
     let active = spec.workload.as_ref().map_or(1, |workload| workload.max_batch).min(requests.len());
     let longest = requests.iter().map(RequestPlan::final_len).max().unwrap_or(0).next_power_of_two();
@@ -251,6 +361,7 @@ fn key_buffers(lines: &mut Vec<Line>, spec: &Spec, served: &ServedSparse, reques
         bytes: [active, layers, longest, width, size].iter().map(|&n| n as u128).product(),
         key: "workload.max_batch".into(),
         at_most: true,
+        place: if apart { Place::Host } else { Place::Device },
     });
 }
 
@@ -296,7 +407,7 @@ mod tests {
             kv.num_layers = 5;
             kv.planes = vec![PlaneConfig { name: "scales".into(), dtype: DType::U8, width: 7, layers: None }];
             let mut lines = Vec::new();
-            pool(&mut lines, "kv", &kv, kv.max_num_pages, false);
+            pool(&mut lines, "kv", &kv, kv.max_num_pages, None);
             let estimate = Estimate { lines };
             assert_eq!(estimate.total(), kv.memory_bytes().unwrap() as u128);
             assert_eq!(estimate.lines.len(), 2);

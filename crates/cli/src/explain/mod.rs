@@ -5,6 +5,7 @@ mod memory;
 mod prepare;
 mod show;
 
+pub(crate) use memory::Place;
 pub(crate) use prepare::{
     Prepared, Served, ServedSparse, SpecArguments, causal, causal_in_frames, prepare, words,
 };

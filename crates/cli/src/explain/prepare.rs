@@ -15,8 +15,8 @@ use mstar_core::spec::{AttentionSpec, DeviceChoice, DsaSpec, Fallback, Faults, N
 use mstar_kernels::Device;
 
 use super::fit;
-use super::memory::Estimate;
-use crate::backends::{choose, registry, softmax};
+use super::memory::{Available, Estimate, Place};
+use crate::backends::{choose, device_memory, registry, softmax};
 use crate::machine::Machine;
 use crate::run::workload::trace::Located;
 use crate::run::workload::{self, RequestPlan};
@@ -59,6 +59,8 @@ pub(crate) struct Prepared {
     pub(crate) estimate: Estimate,
     /// The machine.
     pub(crate) machine: Machine,
+    /// What memory there is now.
+    pub(crate) available: Available,
 }
 
 /// An attention resource and the backend that serves it.
@@ -121,6 +123,7 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
         }
     };
     let machine = Machine::probe();
+    let available = Available { host: machine.memory_available, device: device_memory(chosen.device)? };
     let estimate = Estimate::of(&spec, &attentions, &sparse, &requests, chosen.device)
         .with_context(|| source.clone())?;
     Ok(Prepared {
@@ -135,6 +138,7 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
         requests,
         estimate,
         machine,
+        available,
     })
 }
 
@@ -276,15 +280,20 @@ impl Prepared {
         if self.spec.workload.is_none() {
             why.push("the spec has no workload".into());
         }
-        if let Some(available) = self.machine.memory_available
-            && self.estimate.most() > u128::from(available)
-        {
-            why.push(format!(
-                "it may take {} of memory and {} are available; {}",
-                bytes(self.estimate.most()),
-                bytes(available.into()),
-                fit::advice(self, available)
-            ));
+        if let Some((place, most, free)) = self.estimate.too_much(&self.available) {
+            let what = match (place, self.available.device) {
+                (Place::Device, Some((_, total))) => format!(
+                    "it may take {} of {}'s memory and {} of {} are free",
+                    bytes(most),
+                    self.device,
+                    bytes(free.into()),
+                    bytes(total.into())
+                ),
+                _ => {
+                    format!("it may take {} of memory and {} are available", bytes(most), bytes(free.into()))
+                }
+            };
+            why.push(format!("{what}; {}", fit::advice(self, &self.available)));
         }
         why
     }

@@ -6,6 +6,7 @@ use mstar_core::spec::{Fallback, KernelFamily, ResourceKind, ResourceSpec, Sched
 use mstar_kernels::Device;
 use serde_json::{Value, json};
 
+use super::memory::Place;
 use super::prepare::{Prepared, Served, ServedSparse};
 use crate::run::workload::RequestPlan;
 use crate::text::{COLUMNS, bytes, count, wrap};
@@ -49,10 +50,23 @@ pub(super) fn as_text(p: &Prepared) -> String {
         out += &wrap("      ", &line.how);
     }
     out += &row("taken at the start", &bytes(p.estimate.total()));
+    if p.device != Device::Cpu {
+        for (what, place) in [("of it", Place::Device), ("pinned", Place::Pinned), ("otherwise", Place::Host)]
+        {
+            let taken = p.estimate.taken(place);
+            let at = if place == Place::Device { p.device.to_string() } else { "the host".into() };
+            if taken > 0 {
+                out += &row(&format!("  {what} on {at}"), &bytes(taken));
+            }
+        }
+    }
     if p.estimate.most() > p.estimate.total() {
         out += &row("at most", &bytes(p.estimate.most()));
     }
-    if let Some(available) = p.machine.memory_available {
+    if let Some((free, total)) = p.available.device {
+        out += &row(&format!("free on {}, of {}", p.device, bytes(total.into())), &bytes(free.into()));
+    }
+    if let Some(available) = p.available.host {
         out += &row("available here", &bytes(available.into()));
     }
     let refusals = p.refusals();
@@ -381,7 +395,7 @@ pub(super) fn as_json(p: &Prepared) -> String {
         .lines
         .iter()
         .map(
-            |line| json!({ "what": line.what, "how": line.how, "bytes": line.bytes as u64, "at_most": line.at_most, "key": line.key }),
+            |line| json!({ "what": line.what, "how": line.how, "bytes": line.bytes as u64, "at_most": line.at_most, "key": line.key, "place": line.place.name() }),
         )
         .collect();
     let value = json!({
@@ -397,7 +411,12 @@ pub(super) fn as_json(p: &Prepared) -> String {
         "memory": memory,
         "memory_bytes": p.estimate.total() as u64,
         "memory_most_bytes": p.estimate.most() as u64,
-        "memory_available_bytes": p.machine.memory_available,
+        "memory_available_bytes": p.available.host,
+        "memory_device_bytes": p.estimate.taken(Place::Device) as u64,
+        "memory_pinned_bytes": p.estimate.taken(Place::Pinned) as u64,
+        "memory_host_bytes": p.estimate.taken(Place::Host) as u64,
+        "device_free_bytes": p.available.device.map(|(free, _)| free),
+        "device_memory_bytes": p.available.device.map(|(_, total)| total),
         "refusals": p.refusals(),
     });
     format!("{value:#}\n")

@@ -56,6 +56,8 @@ use anyhow::{Context, bail};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use mstar_core::attend::SparseWork;
 use mstar_core::kv::RingKv;
+use mstar_kernels::Device;
+use mstar_kernels::buffer::{peak_allocated_bytes_on, peak_pinned_bytes};
 
 pub(crate) use self::args::Arguments;
 
@@ -69,8 +71,9 @@ use self::phases::Phases;
 use self::report::Report;
 use self::runtime::Live;
 use self::scheduler::{Counts, Limits, Scheduler, Tick};
+use crate::backends::loaded_kernels;
 use crate::exit::Exit;
-use crate::explain::{Prepared, prepare};
+use crate::explain::{Place, Prepared, prepare};
 use crate::interrupt::Interrupt;
 use crate::text::{bytes, print, say};
 
@@ -144,6 +147,7 @@ fn drive(
     let mut scheduler = Scheduler::new(&prepared.requests, limits(prepared, &model)?);
     let most_steps = most_steps(prepared, args.steps);
     let bar = progress(args.quiet, prepared.requests.len());
+    let prepared_kernels = loaded_kernels();
     let started = Instant::now();
     let mut computed = 0u64;
     let mut ended = false;
@@ -166,7 +170,9 @@ fn drive(
     let stopped_early = !ended && scheduler.unfinished() > 0;
     // A signal that came while the last request finished has interrupted nothing.
     let interrupted = stopped_early && interrupt.code().is_some();
-    let measured = Measured { elapsed_s, computed, stopped_early, interrupted, roof, memory: live.memory() };
+    let late_kernels = (loaded_kernels() - prepared_kernels) as u64;
+    let memory = live.memory();
+    let measured = Measured { elapsed_s, computed, stopped_early, interrupted, roof, memory, late_kernels };
     Ok(tell(args, prepared, &model, &live, &scheduler, &phases, &measured))
 }
 
@@ -220,6 +226,7 @@ struct Measured {
     interrupted: bool,
     roof: Roof,
     memory: Memory,
+    late_kernels: u64,
 }
 
 fn tell(
@@ -235,7 +242,7 @@ fn tell(
     let Counts {
         steps, promoted, replanned, finished, refused, offloads, reloads, restarts, put_off, ..
     } = scheduler.counts();
-    let Measured { elapsed_s, computed, stopped_early, interrupted, roof, memory } = *measured;
+    let Measured { elapsed_s, computed, stopped_early, interrupted, roof, memory, .. } = *measured;
     let events = scheduler.events().to_vec();
     let prompt = events.iter().map(|event| match event {
         Event::Admit { prompt_tokens, .. } => *prompt_tokens,
@@ -286,6 +293,7 @@ fn tell(
             padded: live.padded_steps(),
             captured: live.regions().graphs().captures(),
             replayed: live.regions().graphs().replays(),
+            late_kernels: measured.late_kernels,
             virtual_ms: scheduler.now_ms(),
         },
         elapsed_s,
@@ -316,6 +324,12 @@ fn tell(
             estimated_most: u64::try_from(prepared.estimate.most()).unwrap_or(u64::MAX),
             allocated_peak: memory.allocated as u64,
             resident_peak: memory.resident.map(|bytes| bytes as u64),
+            apart: (prepared.device != Device::Cpu).then(|| report::Apart {
+                device_estimated: prepared.estimate.taken(Place::Device) as u64,
+                device_peak: peak_allocated_bytes_on(prepared.device) as u64,
+                pinned_estimated: prepared.estimate.taken(Place::Pinned) as u64,
+                pinned_peak: peak_pinned_bytes() as u64,
+            }),
         },
         cache: model.kv.pages().map(|pages| {
             let stats = pages.store().stats();

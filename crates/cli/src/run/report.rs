@@ -107,6 +107,9 @@ pub(crate) struct Steps {
     /// Those that were replayed.
     #[serde(skip_serializing_if = "none")]
     pub(crate) replayed: u64,
+    /// Kernels that were built or loaded once the first step had begun: all are prepared before it.
+    #[serde(skip_serializing_if = "none")]
+    pub(crate) late_kernels: u64,
     pub(crate) virtual_ms: f64,
 }
 
@@ -165,6 +168,18 @@ pub(crate) struct MemoryReport {
     pub(crate) estimated_most: u64,
     pub(crate) allocated_peak: u64,
     pub(crate) resident_peak: Option<u64>,
+    /// Of these, what lies on a device and what is pinned for it; absent on the CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) apart: Option<Apart>,
+}
+
+/// Bytes on a device, and of the host's pinned for it.
+#[derive(Debug, Serialize)]
+pub(crate) struct Apart {
+    pub(crate) device_estimated: u64,
+    pub(crate) device_peak: u64,
+    pub(crate) pinned_estimated: u64,
+    pub(crate) pinned_peak: u64,
 }
 
 /// What happened to pages.
@@ -460,6 +475,16 @@ impl Report {
                 bytes(self.memory.estimated_most.into())
             ),
         ));
+        if let Some(apart) = &self.memory.apart {
+            let of = |peak: u64, foreseen: u64| {
+                format!("{} ({} foreseen)", bytes(peak.into()), bytes(foreseen.into()))
+            };
+            let (device, pinned) = (
+                of(apart.device_peak, apart.device_estimated),
+                of(apart.pinned_peak, apart.pinned_estimated),
+            );
+            lines.push(("", format!("{device} on {}, {pinned} pinned", self.device)));
+        }
         if let (Some(read), Some(flops)) = (self.machine.read_bytes_per_s, self.machine.flops_per_s) {
             let text = format!(
                 "this machine reads {:.1} GB/s and does {:.0} GFLOP/s, measured in this run",
@@ -560,6 +585,7 @@ pub(super) mod tests {
                 padded: 9,
                 captured: 0,
                 replayed: 0,
+                late_kernels: 0,
                 virtual_ms: 1.0,
             },
             elapsed_s: 123.4,
@@ -582,6 +608,7 @@ pub(super) mod tests {
                 estimated_most: 2 << 30,
                 allocated_peak: 1 << 30,
                 resident_peak: Some(1 << 31),
+                apart: None,
             },
             cache: Some(Cache {
                 page_size: 16,

@@ -38,7 +38,7 @@ pub(crate) use factory::supports;
 
 use self::memory::{Memory, Sizes};
 use self::places::{Places, Stored};
-use crate::batch::Room;
+use crate::batch::{self, Room};
 use crate::{DsaPlan, IndexKeyStore, Layer, Plan};
 
 /// DeepSeek sparse attention over one latent cache.
@@ -103,6 +103,7 @@ impl DsaManager {
             Some(largest) => Sizes::foreseen(&layer, index, largest, cx.device()).map_err(said)?,
             None => Sizes::default(),
         };
+        batch::prepare(&layer, &cx.stream).map_err(|error| Error::backend(cx.name.as_str(), error))?;
         Ok(DsaManager {
             name: cx.name.clone(),
             stream: cx.stream,

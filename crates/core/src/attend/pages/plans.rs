@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use mstar_kernels::mutant::planted;
 use mstar_kernels::plan::{Capacity, Planned, Workspace};
-use mstar_kernels::{DType, Staged, Stream, TensorRef};
+use mstar_kernels::{DType, Device, Staged, Stream, TensorRef};
 
 use super::{Arrays, RowTable, WorkspacePool};
 use crate::attend::{IndexBuf, StepShape, Work};
@@ -72,6 +72,10 @@ pub trait Planner: Debug + Send + Sync {
     /// What runs the plan, for reports.
     fn kernel(&self, plan: &Self::Plan) -> String;
 }
+
+/// Query tokens of the plans by which kernels are prepared: some kernels are built for how many query vectors of a row a block takes,
+/// which doubles.
+const PREPARED_TOKENS: [usize; 7] = [1, 2, 4, 8, 16, 32, 64];
 
 /// Where a persistent plan and its workspace live: one for each label in each buffer set. One plan serves prefill and
 /// decode, so that the kind of a row is no part of the key.
@@ -205,6 +209,24 @@ impl<P: Planner> Plans<P> {
             workspaces: WorkspacePool::on(stream.device(), foreseen),
             largest_rows: largest.map_or(0, |largest| largest.rows),
         }
+    }
+
+    /// Has all kernels of its plans built and loaded, so that planning compiles nothing: plans of one row for a bucket of one, whose
+    /// run may be over rows of any kind, are made, staged and let go. Nothing on the CPU.
+    ///
+    /// # Errors
+    /// A kernel that cannot be built.
+    pub fn prepared(self) -> Result<Plans<P>> {
+        if self.stream.device() == Device::Cpu {
+            return Ok(self);
+        }
+        for tokens in PREPARED_TOKENS {
+            let rows = Arrays::even(&[tokens], 1);
+            let capacity = Some(Capacity { rows: 1, tokens, pages: 1 });
+            let mut plan = self.said(self.planner.make(&rows.table(false, 1), capacity))?;
+            self.said(self.planner.stage(&mut plan, &self.stream))?;
+        }
+        Ok(self)
     }
 
     /// The resource's name.

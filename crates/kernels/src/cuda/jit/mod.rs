@@ -42,7 +42,7 @@ pub use resources::Resources;
 pub use source::Unit;
 #[cfg(test)]
 pub(crate) use store::{all_loaded, asked};
-pub use store::{function, prepare};
+pub use store::{count, function, prepare};
 pub use target::Target;
 pub use watch::{Event, watch};
 

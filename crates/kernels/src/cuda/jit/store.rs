@@ -55,6 +55,11 @@ pub fn function(device: Device, key: &Key) -> Result<Function, Error> {
     }
 }
 
+/// Kernels that this process has loaded, of all devices: a run whose kernels were prepared leaves it unchanged.
+pub fn count() -> usize {
+    LOADED.read().unwrap_or_else(PoisonError::into_inner).values().map(HashMap::len).sum()
+}
+
 fn loaded(device: Device, key: &Key) -> Option<Function> {
     LOADED.read().unwrap_or_else(PoisonError::into_inner).get(&device)?.get(key).copied()
 }

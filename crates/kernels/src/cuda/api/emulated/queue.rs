@@ -25,6 +25,7 @@ pub(super) struct Queue {
 pub(super) type Numbers = HashSet<u64>;
 
 /// What is to be done for one who waits.
+#[expect(clippy::large_enum_variant, reason = "moved once, from the queue to whoever runs it")]
 pub(super) enum Next {
     /// Run this, and say so by [`Queue::done`].
     Run(Item),
