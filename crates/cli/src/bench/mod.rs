@@ -71,6 +71,7 @@ pub(crate) fn command(args: Arguments) -> anyhow::Result<Exit> {
         }
     }
     let choice = DeviceChoice::parse(&args.device).map_err(|why| anyhow::anyhow!("--device: {why}"))?;
+    crate::kernels::tell(false);
     let place = Place::on(choose(choice)?.device)?;
     let baseline = args.baseline.as_deref().map(report::Saved::read).transpose()?;
     // Before anything is timed, so that a path that cannot be written is not found out after it.

@@ -5,6 +5,13 @@ mod build;
 #[cfg(not(feature = "cuda"))]
 #[path = "build_off.rs"]
 mod build;
+#[cfg(feature = "cuda")]
+mod progress;
+#[cfg(not(feature = "cuda"))]
+#[path = "progress_off.rs"]
+mod progress;
+
+pub(crate) use self::progress::tell;
 
 use crate::exit::Exit;
 

@@ -35,7 +35,7 @@ use mstar_kernels::Device;
 
 use self::across::Across;
 use crate::exit::Exit;
-use crate::{backends, text};
+use crate::{backends, kernels, text};
 
 const EXIT_CODES: &str = "\
 A case passes when every output is within its tolerance and accurate against the
@@ -120,6 +120,7 @@ impl Backend {
 
 /// Runs the subcommand.
 pub(crate) fn command(args: Arguments) -> Result<Exit> {
+    kernels::tell(args.quiet);
     if !args.across.is_empty() {
         return across::command(&spec(args)?);
     }

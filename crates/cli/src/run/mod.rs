@@ -75,6 +75,7 @@ use crate::backends::loaded_kernels;
 use crate::exit::Exit;
 use crate::explain::{Place, Prepared, prepare};
 use crate::interrupt::Interrupt;
+use crate::kernels;
 use crate::text::{bytes, print, say};
 
 /// Runs the subcommand.
@@ -92,6 +93,7 @@ fn run(args: &Arguments) -> anyhow::Result<Exit> {
     let prepared = prepare(&args.spec)?;
     prepared.refuse()?;
     paths::distinct(args, prepared.trace.as_ref())?;
+    kernels::tell(args.quiet);
     // Opened before the work, so that a path that cannot be written is not found out after it.
     let mut files = Files::open(args)?;
     let interrupt = Interrupt::install().context("cannot take SIGINT and SIGTERM")?;

@@ -67,6 +67,7 @@ fn build(cache: Option<&Cache>, target: Target, key: &Key) -> Result<Compiled, S
                 let binary = Binary::Shared(entry.path);
                 return Ok(Compiled { binary, resources: entry.resources, cached: true, _file: None });
             }
+            tell(&Event::Compiling { key, target });
             let made = twin.compile(key.unit.name(), key.unit.text(), &headers, &options)?;
             let resources = Resources::default();
             if let Some(path) = keep(cache, id, "so", &made, resources) {
@@ -125,6 +126,7 @@ fn machine_code(
     if let Some(entry) = cache.and_then(|cache| cache.get(id, "cubin")) {
         return Ok(from_disk(entry));
     }
+    tell(&Event::Compiling { key, target });
     let made = nvrtc.compile(key.unit.name(), key.unit.text(), &headers, &options)?;
     // NVRTC 13.0 says nothing of a program that it has compiled before, for another entry of it.
     let resources = Resources::parse(&made.log, key.entry).unwrap_or_default();

@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use super::compile::Compiled;
 use super::key::Key;
+use super::target::Target;
 
 /// Something that happened.
 #[derive(Debug)]
@@ -13,6 +14,13 @@ pub enum Event<'a> {
     Begin {
         /// How many.
         kernels: usize,
+    },
+    /// One of them is not on disk, and is compiled now.
+    Compiling {
+        /// Which.
+        key: &'a Key,
+        /// For what.
+        target: Target,
     },
     /// One of them is there.
     Ready {
