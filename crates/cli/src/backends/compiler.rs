@@ -32,3 +32,12 @@ pub(crate) fn loaded() -> usize {
 pub(super) fn cache() -> Option<(PathBuf, usize, u64)> {
     cached()
 }
+
+/// Whether `device` can be used, and kernels compiled for it, without being named.
+pub(super) fn ready(device: Device) -> Result<(), String> {
+    let context = Context::of(device).map_err(|why| why.to_string())?;
+    if context.is_emulated() {
+        return Err("it is emulated, for tests; say --device cuda:0".into());
+    }
+    Nvrtc::here().map(|_| ()).map_err(str::to_owned)
+}

@@ -26,3 +26,8 @@ pub(crate) fn loaded() -> usize {
 pub(super) fn cache() -> Option<(PathBuf, usize, u64)> {
     None
 }
+
+/// Nothing runs there.
+pub(super) fn ready(device: Device) -> Result<(), String> {
+    Err(format!("{device} is not compiled in; build with --features cuda"))
+}

@@ -22,6 +22,33 @@ pub(crate) fn choose(choice: DeviceChoice) -> anyhow::Result<Chosen> {
     choose_with(choice, mstar_kernels::cuda::driver)
 }
 
+/// Settles a spec's `device: auto`: the first card where there is one that can be used, a compiler for its kernels, and nothing in
+/// the spec that it does not serve, which `serves` says; else the CPU. The emulated device is for tests, and takes minutes where
+/// the CPU takes seconds: it is taken only by name.
+pub(crate) fn auto(serves: impl FnOnce(Device) -> Result<(), String>) -> Chosen {
+    auto_with(mstar_kernels::cuda::driver, super::compiler::ready, serves)
+}
+
+fn auto_with(
+    driver: impl FnOnce() -> Result<Driver, NoCuda>,
+    ready: impl FnOnce(Device) -> Result<(), String>,
+    serves: impl FnOnce(Device) -> Result<(), String>,
+) -> Chosen {
+    let card = driver().map_err(|why| why.to_string()).and_then(|driver| {
+        let card = driver.cards.into_iter().next();
+        card.ok_or_else(|| "the CUDA driver sees no card".to_string())
+    });
+    let found = card.and_then(|card| {
+        let device = Device::Cuda(card.ordinal);
+        ready(device).and_then(|()| serves(device)).map_err(|why| format!("not {device}: {why}"))?;
+        Ok((device, card.name))
+    });
+    match found {
+        Ok((device, name)) => Chosen { device, note: Some(format!("device auto: {device} ({name})")) },
+        Err(why) => Chosen { device: Device::Cpu, note: Some(format!("device auto: cpu ({why})")) },
+    }
+}
+
 fn choose_with(
     choice: DeviceChoice,
     driver: impl FnOnce() -> Result<Driver, NoCuda>,
@@ -95,6 +122,28 @@ mod tests {
             "device cuda:99: there is one card, cuda:0; use --device cpu"
         );
         assert_eq!(said("cuda:0", with_cards(8)), "cuda:0");
+    }
+
+    #[test]
+    fn auto_is_the_first_card_where_all_of_a_spec_runs_there_and_says_why_not() {
+        let said = |driver, ready: Result<(), &str>, serves: Result<(), &str>| {
+            let Chosen { device, note } =
+                auto_with(|| driver, |_| ready.map_err(str::to_owned), |_| serves.map_err(str::to_owned));
+            let note = note.expect("nobody named it");
+            assert!(note.starts_with(&format!("device auto: {device} (")), "{note}");
+            note
+        };
+        assert_eq!(said(with_cards(2), Ok(()), Ok(())), "device auto: cuda:0 (NVIDIA H200)");
+        assert_eq!(
+            said(Err(NoCuda::NoDriver { tried: "libcuda.so.1".into() }), Ok(()), Ok(())),
+            "device auto: cpu (no CUDA driver found (tried libcuda.so.1))"
+        );
+        assert_eq!(said(with_cards(0), Ok(()), Ok(())), "device auto: cpu (the CUDA driver sees no card)");
+        assert_eq!(said(with_cards(1), Err("no NVRTC"), Ok(())), "device auto: cpu (not cuda:0: no NVRTC)");
+        assert_eq!(
+            said(with_cards(1), Ok(()), Err("attn: backend paged: too wide")),
+            "device auto: cpu (not cuda:0: attn: backend paged: too wide)"
+        );
     }
 
     #[test]

@@ -16,7 +16,7 @@ use mstar_kernels::Device;
 
 use super::fit;
 use super::memory::{Available, Estimate, Place};
-use crate::backends::{choose, device_memory, registry, softmax};
+use crate::backends::{auto, choose, device_memory, registry, softmax};
 use crate::machine::Machine;
 use crate::run::workload::trace::Located;
 use crate::run::workload::{self, RequestPlan};
@@ -106,8 +106,11 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
         Some(Ok(choice)) => choice,
         Some(Err(why)) => bail!("--device: {why}"),
     };
-    let chosen = choose(choice)?;
     let source = arguments.spec.display().to_string();
+    let chosen = match choice {
+        DeviceChoice::Auto => auto(|device| served_whole(&spec, device, &source)),
+        named => choose(named)?,
+    };
     let attentions = serve(&spec, chosen.device, &source)?;
     let sparse = serve_sparse(&spec, chosen.device)?;
     let (trace, requests) = match &spec.workload {
@@ -139,6 +142,21 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
         estimate,
         machine,
         available,
+    })
+}
+
+/// Whether `device` serves every resource of `spec`, by more than the slow reference unless the spec allows that.
+fn served_whole(spec: &Spec, device: Device, source: &str) -> Result<(), String> {
+    let attentions = serve(spec, device, source).map_err(|why| format!("{why:#}"))?;
+    let sparse = serve_sparse(spec, device).map_err(|why| format!("{why:#}"))?;
+    let dense = attentions.iter().map(|served| (&served.name, &served.support));
+    let mut all = dense.chain(sparse.iter().map(|served| (&served.name, &served.support)));
+    all.try_for_each(|(name, support)| match support {
+        Err(reason) => Err(format!("{name}: {reason}")),
+        Ok(Rank::REFERENCE) if spec.fallback == Fallback::Refuse => {
+            Err(format!("{name}: only the slow reference serves it there"))
+        }
+        Ok(_) => Ok(()),
     })
 }
 
