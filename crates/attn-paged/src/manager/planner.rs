@@ -74,7 +74,7 @@ impl PagedPlanner {
                 .map_err(|error| Error::backend(cx.name.as_str(), error))?,
             None => 0,
         };
-        Plans::new(cx.stream, cx.name.clone(), self, cx.largest, foreseen).prepared()
+        Plans::new(cx.stream, cx.name.clone(), self, cx.largest, foreseen)?.prepared()
     }
 
     fn variant(&self, causal: bool) -> Variant {

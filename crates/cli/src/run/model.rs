@@ -7,7 +7,7 @@ use mstar_core::attend::{AttnGeometry, BuildContext, SparseAttention, StepShape}
 use mstar_core::graph::Buckets;
 use mstar_core::kv::{KvConfig, PagedKv, PagedKvCache, RingCache, RingKv};
 use mstar_core::resource::EngineOptions;
-use mstar_core::spec::{ResourceKind, Spec};
+use mstar_core::spec::{KernelFamily, ResourceKind, Spec};
 use mstar_core::{Engine, Resource, ResourceName};
 use mstar_kernels::cuda::OwnedStream;
 use mstar_kernels::{DType, Device};
@@ -61,6 +61,7 @@ impl Model {
         let slots = spec.graph.as_ref().map_or(1, |graph| graph.slots).max(if preplan { 2 } else { 1 });
         // What pads a bucket over a ring has tiles of its own, though it sees nothing.
         let largest = largest.map(|largest| of_frames(spec, largest));
+        has_kernels(spec.kernels, device)?;
         let queue = OwnedStream::new(device)?;
         let stream = queue.stream();
         let mut caches: Vec<(ResourceName, Arc<PagedKvCache>)> = Vec::new();
@@ -207,6 +208,16 @@ impl Model {
     }
 }
 
+/// Whether the family that a spec asks for is there; the CPU has one of its own.
+fn has_kernels(family: KernelFamily, device: Device) -> anyhow::Result<()> {
+    if family == KernelFamily::Wgmma && device != Device::Cpu {
+        bail!(
+            "kernels: expected auto or mma on {device}, got wgmma, of which there are none yet; write auto"
+        );
+    }
+    Ok(())
+}
+
 /// The ring called `name`.
 fn ring_of(rings: &[(ResourceName, Arc<RingCache>)], name: Option<&ResourceName>) -> Option<Arc<RingCache>> {
     rings.iter().find(|(other, _)| Some(other) == name).map(|(_, ring)| ring.clone())
@@ -276,4 +287,22 @@ fn shape(geometry: &AttnGeometry, causal: bool) -> anyhow::Result<Shape> {
         alibi_slopes: softmax.alibi_slopes.as_ref().map(|slopes| slopes.to_vec()),
         frames: None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_family_that_is_not_there_is_refused_where_it_would_run() {
+        let said = has_kernels(KernelFamily::Wgmma, Device::Cuda(0)).unwrap_err().to_string();
+        assert!(said.contains("kernels") && said.contains("wgmma") && said.contains("cuda:0"), "{said}");
+        for (family, device) in [
+            (KernelFamily::Wgmma, Device::Cpu),
+            (KernelFamily::Mma, Device::Cuda(0)),
+            (KernelFamily::Auto, Device::Cuda(0)),
+        ] {
+            has_kernels(family, device).unwrap();
+        }
+    }
 }

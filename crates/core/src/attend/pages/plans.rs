@@ -5,6 +5,7 @@ use std::fmt::Debug;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
+use mstar_kernels::cuda::{Event, OwnedStream};
 use mstar_kernels::mutant::planted;
 use mstar_kernels::plan::{Capacity, Planned, Workspace};
 use mstar_kernels::{DType, Device, Staged, Stream, TensorRef};
@@ -165,6 +166,12 @@ struct Place<T> {
     /// Whose plan it holds now; `None` between steps.
     serial: Option<StepSerial>,
     stored: Arc<StoredPlan<T>>,
+    /// Passed when the layers of the last step here have run: what they read may be written again.
+    read: Event,
+    /// Whether `read` was put behind those layers.
+    marked: bool,
+    /// Passed when the plan is on the device.
+    written: Event,
 }
 
 #[derive(Debug)]
@@ -179,6 +186,8 @@ struct Places<T> {
 #[derive(Debug)]
 pub struct Plans<P: Planner> {
     stream: Stream,
+    /// Plans go to the device on a queue of their own, so that one made ahead is there before the step that runs has ended.
+    beside: OwnedStream,
     name: ResourceName,
     planner: P,
     places: Mutex<Places<P::Plan>>,
@@ -188,17 +197,23 @@ pub struct Plans<P: Planner> {
 }
 
 impl<P: Planner> Plans<P> {
-    /// No plan yet, for the resource `name` on `stream`, which plans are staged on. Each workspace has `foreseen` bytes from the first, and index buffers have
-    /// room for the rows of `largest`.
+    /// No plan yet, for the resource `name`, whose layers run on `stream`. Each workspace has `foreseen` bytes from the first,
+    /// and index buffers have room for the rows of `largest`.
+    ///
+    /// # Errors
+    /// A device that gives no queue to put plans on it.
     pub fn new(
         stream: Stream,
         name: ResourceName,
         planner: P,
         largest: Option<StepShape>,
         foreseen: usize,
-    ) -> Plans<P> {
-        Plans {
+    ) -> Result<Plans<P>> {
+        let beside =
+            OwnedStream::new(stream.device()).map_err(|error| Error::backend(name.as_str(), error))?;
+        Ok(Plans {
             stream,
+            beside,
             name,
             planner,
             places: Mutex::new(Places {
@@ -208,7 +223,7 @@ impl<P: Planner> Plans<P> {
             }),
             workspaces: WorkspacePool::on(stream.device(), foreseen),
             largest_rows: largest.map_or(0, |largest| largest.rows),
-        }
+        })
     }
 
     /// Has all kernels of its plans built and loaded, so that planning compiles nothing: plans of one row for a bucket of one, whose
@@ -234,7 +249,7 @@ impl<P: Planner> Plans<P> {
         &self.name
     }
 
-    /// The queue that plans are staged on, and layers run on.
+    /// The queue that layers run on.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
@@ -313,7 +328,7 @@ impl<P: Planner> Plans<P> {
     pub fn plan(&self, id: &PlanId, rows: &RowTable<'_>, capacity: Option<Capacity>) -> Result<()> {
         let mut places = self.lock();
         let places = &mut *places;
-        let key = EagerSlotKey::from(id);
+        let (key, beside) = (EagerSlotKey::from(id), self.beside.stream());
         if let Some(mut place) = places.by_key.remove(&key) {
             // Out of the map while it is made anew: a refusal must leave no half-made plan to be taken for current.
             if let Some(stored) = Arc::get_mut(&mut place.stored) {
@@ -325,37 +340,47 @@ impl<P: Planner> Plans<P> {
                 };
                 if planned == Planned::Changed {
                     stored.workspace = self.reserve(&key, &stored.plan)?;
-                    self.said(self.planner.stage(&mut stored.plan, &self.stream))?;
+                    if !place.marked {
+                        place.read.record(&self.stream)?;
+                    }
+                    place.read.hold(&beside)?;
+                    self.said(self.planner.stage(&mut stored.plan, &beside))?;
                     stored.qo_indptr.set(rows.qo_indptr)?;
                     stored.kv_len.set(rows.kv_len)?;
                     let last = bytemuck::cast_slice(self.planner.last_tokens(&stored.plan));
-                    stored.last_tokens.set(&self.stream, last)?;
+                    stored.last_tokens.set(&beside, last)?;
+                    place.written.record(&beside)?;
+                    place.written.hold(&self.stream)?;
                     stored.work = self.planner.work(rows);
                     places.counts.made += 1;
                 } else {
                     places.counts.unchanged += 1;
                 }
-                place.serial = Some(id.serial);
+                (place.serial, place.marked) = (Some(id.serial), false);
                 places.by_key.insert(key, place);
                 return Ok(());
             }
         }
         let mut plan = self.said(self.planner.make(rows, capacity))?;
-        self.said(self.planner.stage(&mut plan, &self.stream))?;
+        self.said(self.planner.stage(&mut plan, &beside))?;
         let workspace = self.reserve(&key, &plan)?;
         let most =
             self.largest_rows.max(capacity.map_or(0, |c| c.rows)).max(places.captured.map_or(0, |c| c.rows));
-        let mut qo_indptr = IndexBuf::with_capacity(&self.stream, (most + 1).max(rows.qo_indptr.len()))?;
-        let mut kv_len = IndexBuf::with_capacity(&self.stream, most.max(rows.kv_len.len()))?;
+        let mut qo_indptr = IndexBuf::with_capacity(&beside, (most + 1).max(rows.qo_indptr.len()))?;
+        let mut kv_len = IndexBuf::with_capacity(&beside, most.max(rows.kv_len.len()))?;
         qo_indptr.set(rows.qo_indptr)?;
         kv_len.set(rows.kv_len)?;
         let last: &[u8] = bytemuck::cast_slice(self.planner.last_tokens(&plan));
         let room = most.max(rows.num_rows()) * DType::I64.size();
-        let mut last_tokens = Staged::with_capacity(&self.stream, room)?;
-        last_tokens.set(&self.stream, last)?;
+        let mut last_tokens = Staged::with_capacity(&beside, room)?;
+        last_tokens.set(&beside, last)?;
+        let device = self.stream.device();
+        let [read, written] = [Event::new(device)?, Event::new(device)?];
+        written.record(&beside)?;
+        written.hold(&self.stream)?;
         let work = self.planner.work(rows);
         let stored = Arc::new(StoredPlan { plan, workspace, qo_indptr, kv_len, last_tokens, work });
-        places.by_key.insert(key, Place { serial: Some(id.serial), stored });
+        places.by_key.insert(key, Place { serial: Some(id.serial), stored, read, marked: false, written });
         places.counts.made += 1;
         Ok(())
     }
@@ -364,10 +389,11 @@ impl<P: Planner> Plans<P> {
         self.said(self.workspaces.reserve(key, self.planner.workspace_bytes(plan)))
     }
 
-    /// Forgets that a step was planned; memory and inputs stay, for the next.
+    /// Forgets that a step was planned, whose layers are all in the queue; memory and inputs stay, for the next.
     pub fn forget(&self, serial: StepSerial) {
         for place in self.lock().by_key.values_mut().filter(|place| place.serial == Some(serial)) {
             place.serial = None;
+            place.marked = place.read.record(&self.stream).is_ok();
         }
     }
 

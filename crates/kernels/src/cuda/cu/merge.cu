@@ -46,7 +46,8 @@ struct Waiting {
     u32 level[LEVELS][32], index[LEVELS][32];  // each thread's own copy, so that no thread waits for another
 };
 
-MSTAR_KERNEL(merge, Attend, 128, 4) {
+// Few nodes take little shared memory, and then as many blocks as there are registers for hide each other's loads.
+MSTAR_KERNEL(merge, Attend, 128, LEVELS <= 4 ? 7 : 4) {
     SHARED(memory);
     const u32 mine = lane();
     Waiting& waiting = reinterpret_cast<Waiting*>(memory)[warp()];

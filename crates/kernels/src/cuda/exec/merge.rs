@@ -16,7 +16,11 @@ const MOST_PIECES: usize = 32;
 /// The variant for a list.
 pub(super) fn choose(work: &WorkList) -> Choice {
     // A tree over n leaves has at most log2 n nodes that wait, and the newest one.
-    let levels = if leaves(work) <= 1 << 10 { 12 } else { 24 };
+    let levels = match leaves(work) {
+        0..=8 => 4,
+        9..=1024 => 12,
+        _ => 24,
+    };
     let key =
         Key::new(Unit::MERGE, "merge").with("Q_TYPE", number(work.geometry.q_dtype)).with("LEVELS", levels);
     // `Waiting` in `cu/merge.cu`: a node of 6 floats, and which one it is, a thread.
@@ -26,14 +30,19 @@ pub(super) fn choose(work: &WorkList) -> Choice {
 
 /// One past the last leaf that a row of the list has, or may have once the list is made again.
 fn leaves(work: &WorkList) -> u64 {
-    let keys = match work.stored {
+    let least = u64::from(DECODE_LEAF.min(LATENT_LEAF));
+    match work.stored {
         Stored::Heads | Stored::Latents if work.fixed => {
-            (work.pages.capacity() * work.geometry.page_size) as u64
+            (work.pages.capacity() * work.geometry.page_size) as u64 / least + 1
         }
-        _ if work.fixed => u64::from(u32::MAX),
-        _ => work.rows.iter().map(|row| u64::from(row.kv_len)).max().unwrap_or(0),
-    };
-    keys / u64::from(DECODE_LEAF.min(LATENT_LEAF)) + 1
+        _ if work.fixed => u64::from(u32::MAX) / least + 1,
+        _ => work
+            .rows
+            .iter()
+            .map(|row| u64::from(row.kv_len.div_ceil(row.leaf_keys.max(1))))
+            .max()
+            .unwrap_or(0),
+    }
 }
 
 /// Pieces that each merge is cut into, a block each, so that a warp has one or two query vectors' slices. Changes no bit.
