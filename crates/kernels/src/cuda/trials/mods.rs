@@ -160,6 +160,32 @@ fn a_users_mask_is_a_snippet() {
 }
 
 #[test]
+fn slopes_caps_and_biases_are_the_oracles_in_any_order() {
+    const WINDOW: i64 = 40;
+    let slopes = [0.004, 0.002];
+    let table: Vec<f32> = (0..2 * (2 * WINDOW + 1)).map(|i| noise(&[91, i as u64])).collect();
+    let alibi = ScoreMod::Alibi { slopes: &slopes };
+    let bias = ScoreMod::RelBias { table: &table, window: WINDOW as usize };
+    let sloped = |head: usize, query, key| f64::from(slopes[head]) * distance(query, key) as f64;
+    let biased = |head: usize, query, key| {
+        let at = distance(query, key).clamp(-WINDOW, WINDOW) + WINDOW;
+        f64::from(table[head * (2 * WINDOW as usize + 1) + at as usize])
+    };
+    let capped = |score: f64| f64::from(0.9f32) * (score / f64::from(0.9f32)).tanh();
+    for block in [BLOCK, WHOLE] {
+        let mods = [alibi, ScoreMod::SoftCap(0.9), bias];
+        hold("slopes, a cap and a bias", block, &mods, &[], &|s, _, head, query, key, _| {
+            Some(capped(s + sloped(head, query, key)) + biased(head, query, key))
+        });
+        let mods = [bias, ScoreMod::Causal, alibi];
+        hold("a bias, causal and slopes", block, &mods, &[], &|s, _, head, query, key, _| {
+            let score = s + biased(head, query, key) + sloped(head, query, key);
+            (distance(query, key) <= 0).then_some(score)
+        });
+    }
+}
+
+#[test]
 fn causal_masks_and_windows_are_the_oracles() {
     hold("causal", BLOCK, &[], &[MaskMod::Causal], &|score, _, _, query, key, partial| {
         (!partial || distance(query, key) <= 0).then_some(score)
