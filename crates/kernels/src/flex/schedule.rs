@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::mutant::planted;
-use crate::paged::{APPEND_LEAF, Family, ScheduleOptions, Stored, Target, Variant};
+use crate::paged::{APPEND_LEAF, Family, ScheduleOptions, Stored, Target, Variant, blocks_leaf};
 use crate::work::{NO_MASK, Row, WorkList};
 
 use super::{Blocks, Geometry};
@@ -59,9 +59,6 @@ pub fn schedule(
     Ok(())
 }
 
-/// Most visible keys of a leaf on a device, a head: few heads make few tiles, and many multiprocessors want work.
-const DEVICE_LEAF: u32 = 128;
-
 /// Keys that a leaf on a device is a multiple of: a tile.
 const DEVICE_TILE: u32 = 64;
 
@@ -71,7 +68,7 @@ fn leaf_keys(target: Target, heads: usize, kv_len: u32) -> u32 {
     match target {
         Target::Threads => APPEND_LEAF,
         Target::Blocks => {
-            let most = DEVICE_LEAF * (heads as u32).clamp(4, 32);
+            let most = blocks_leaf(heads);
             kv_len.div_ceil(kv_len.div_ceil(most).max(1)).next_multiple_of(DEVICE_TILE).max(DEVICE_TILE)
         }
     }

@@ -25,6 +25,12 @@ pub const LATENT_LEAF: u32 = 512;
 /// Query vectors (tokens times heads) that an item of latent attention takes, unless one token has more heads.
 pub const LATENT_LANES: usize = 64;
 
+/// Most visible keys of a leaf over blocks on a device, of calls with so many query heads: few heads make few tiles, and many
+/// multiprocessors want work.
+pub(crate) fn blocks_leaf(heads: usize) -> u32 {
+    128 * (heads as u32).clamp(4, 32)
+}
+
 /// What a slot of a page holds, which decides the families of rows over it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Stored {

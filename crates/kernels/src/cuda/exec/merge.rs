@@ -1,7 +1,7 @@
 //! The kernel that joins what items left, and how many blocks a merge is for.
 
 use crate::cuda::jit::{Key, Unit};
-use crate::paged::{DECODE_LEAF, LATENT_LEAF, Stored};
+use crate::paged::{DECODE_LEAF, LATENT_LEAF, Stored, blocks_leaf};
 use crate::work::WorkList;
 
 use super::Choice;
@@ -17,8 +17,8 @@ const MOST_PIECES: usize = 32;
 pub(super) fn choose(work: &WorkList) -> Choice {
     // A tree over n leaves has at most log2 n nodes that wait, and the newest one.
     let levels = match leaves(work) {
-        0..=8 => 4,
-        9..=1024 => 12,
+        0..=8 if work.stored == Stored::Blocks => 4,
+        0..=1024 => 12,
         _ => 24,
     };
     let key =
@@ -28,21 +28,22 @@ pub(super) fn choose(work: &WorkList) -> Choice {
     Choice { key, threads: WARPS as u32 * 32, shared }
 }
 
-/// One past the last leaf that a row of the list has, or may have once the list is made again.
+/// One past the last leaf that a row of the list has, or may have once the list is made again. Of blocks, as many as are stored
+/// make: the kernel is not another one as soon as a mask shows more.
 fn leaves(work: &WorkList) -> u64 {
     let least = u64::from(DECODE_LEAF.min(LATENT_LEAF));
-    match work.stored {
-        Stored::Heads | Stored::Latents if work.fixed => {
-            (work.pages.capacity() * work.geometry.page_size) as u64 / least + 1
+    let keys = match work.stored {
+        Stored::Blocks => {
+            let most = blocks_leaf(work.blocks.num_qo_heads);
+            return work.blocks.kv_len as u64 / u64::from(most) + 1;
         }
-        _ if work.fixed => u64::from(u32::MAX) / least + 1,
-        _ => work
-            .rows
-            .iter()
-            .map(|row| u64::from(row.kv_len.div_ceil(row.leaf_keys.max(1))))
-            .max()
-            .unwrap_or(0),
-    }
+        Stored::Heads | Stored::Latents if work.fixed => {
+            (work.pages.capacity() * work.geometry.page_size) as u64
+        }
+        _ if work.fixed => u64::from(u32::MAX),
+        _ => work.rows.iter().map(|row| u64::from(row.kv_len)).max().unwrap_or(0),
+    };
+    keys / least + 1
 }
 
 /// Pieces that each merge is cut into, a block each, so that a warp has one or two query vectors' slices. Changes no bit.
