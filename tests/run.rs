@@ -5,6 +5,9 @@ mod bits;
 #[cfg(all(feature = "dense", feature = "paged"))]
 #[path = "run/dense.rs"]
 mod dense;
+#[cfg(all(feature = "paged", feature = "mla", feature = "dense", feature = "flex", feature = "dsa"))]
+#[path = "run/graphs.rs"]
+mod graphs;
 #[path = "run/hits.rs"]
 mod hits;
 #[path = "run/hostile.rs"]

@@ -62,6 +62,7 @@ step "test" bash -c "$(sed -n 's/^\(cargo test .*\)$/\1/p' README.md | head -n 1
 step "quickstart" bash -c "$(sed -n 's/^\(cargo run .*\)$/\1/p' README.md | head -n 1)"
 step "kernels" bash tools/kernels.sh
 step "an emulated device" cargo test -q --locked -p mstar-kernels --features paged,mla,dense,flex,dsa,emulator --lib cuda::
+step "graphs on it" cargo test -q --locked -p mstar --features emulator --test run graphs::emulated::
 step "panic = abort" panic_abort
 step "each feature alone" features_alone
 step "examples" examples

@@ -55,6 +55,8 @@ pub(crate) fn run_in(spec: &Path, args: &[&str], data: Option<&Path>) -> Ran {
         Some(data) => command.env("MSTAR_DATA", data),
         None => command.env_remove("MSTAR_DATA"),
     };
+    // Where it is compiled in, a run that names a device gets the emulated one.
+    command.env("MSTAR_CUDA", "emulated");
     let output = command.output().expect("the program starts");
     let text = std::fs::read_to_string(&path).unwrap_or_default();
     Ran {
