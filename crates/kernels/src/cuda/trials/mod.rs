@@ -9,6 +9,7 @@
 //! | `memory` | numbers in memory of a dtype, on a device and back |
 //! | `invariance`, `poison` | what changes no bit, for all of them |
 //! | `faults` | faults of others that need a device |
+//! | `killed` | processes that are killed, and the cache that they leave |
 //! | `mods` | mods of the caller's and masks of documents, against the oracle |
 //! | `sanitize` | one small ragged batch a kernel variant, for tools that watch memory |
 
@@ -16,6 +17,7 @@ mod blocks;
 mod faults;
 mod heads;
 mod invariance;
+mod killed;
 mod latents;
 mod memory;
 mod mods;
