@@ -43,4 +43,15 @@ fi
 cargo build -q --release --locked -p mstar
 archs=$(IFS=,; echo "$*")
 # Not the user's cache: what is judged here was compiled here.
-MSTAR_CACHE_DIR=$target/kernels "$target/release/mstar" kernels build --arch "$archs" --check
+export MSTAR_CACHE_DIR=$target/kernels
+"$target/release/mstar" kernels build --arch "$archs" --check
+# Each architecture has binaries of its own, side by side in one cache: a second run finds all of them, and they are as many.
+variants=0
+for arch in "$@"; do
+    again=$("$target/release/mstar" kernels build --arch "$arch")
+    count=$(sed -n "s/^$arch: 0 compiled, \([0-9]*\) from the cache, 0 failed.*/\1/p" <<<"$again")
+    [ -n "$count" ] || { echo "$arch: a second run did not find what the first one made"; exit 1; }
+    variants=$((variants + count))
+done
+kept=$(find "$MSTAR_CACHE_DIR/kernels" -name '*.cubin' | wc -l)
+[ "$kept" -ge "$variants" ] || { echo "$kept binaries for $variants variants: architectures share some"; exit 1; }

@@ -24,6 +24,13 @@ unsafe impl GlobalAlloc for Counting {
         unsafe { System.alloc(layout) }
     }
 
+    // Without this, zeroed memory would be written where the system's is left untouched until it is used.
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        let _ = ASKED.try_with(|asked| asked.set(asked.get() + 1));
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
         // SAFETY: the caller's promise.
         unsafe { System.dealloc(ptr, layout) }
