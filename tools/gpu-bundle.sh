@@ -131,7 +131,7 @@ step() { # name, command...: its log, its line of the summary
     local name=$1 start=$SECONDS code=0 line; shift
     "${within[@]}" "$@" >"$logs/$name.log" 2>&1 </dev/null || code=$?
     steps=$((steps + 1))
-    line=$(grep -E '^test result: |cases? (passed|failed)|wrong|ERROR SUMMARY|RACECHECK SUMMARY' "$logs/$name.log" | tail -n 1)
+    line=$(grep -E '^test result: |cases? on .* passed|wrong|ERROR SUMMARY|RACECHECK SUMMARY' "$logs/$name.log" | tail -n 1)
     local skipped; skipped=$(grep -c SKIPPED "$logs/$name.log")
     [ "$skipped" -eq 0 ] || line+=" [$skipped SKIPPED]"
     if [ $code -eq 0 ]; then
