@@ -86,7 +86,9 @@ fn a_variant_is_compiled_once_and_read_after_that_and_a_corrupt_entry_is_rebuilt
         assert!(!first.cached && first.resources.is_clean(), "{:?}", first.resources);
         // A compiler that has much to do at once may keep this to itself.
         if first.resources.registers == 0 {
-            println!("SKIPPED a_variant_is_compiled_once, in part: the compiler did not say what {target} takes");
+            println!(
+                "SKIPPED a_variant_is_compiled_once, in part: the compiler did not say what {target} takes"
+            );
         }
         let again = compile_in(Some(&cache), target, &key()).unwrap();
         assert!(again.cached);
