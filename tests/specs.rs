@@ -418,3 +418,51 @@ mod device {
         assert!(refusals.contains("of cuda:0's memory"), "{refusals}");
     }
 }
+
+/// What a spec's resources ask for on a card, with no card, no driver and no compiler.
+#[test]
+#[cfg(all(
+    feature = "cuda",
+    feature = "paged",
+    feature = "mla",
+    feature = "dense",
+    feature = "flex",
+    feature = "dsa"
+))]
+fn the_kernels_that_a_spec_needs_are_named_for_an_architecture() {
+    let listed = |spec: &str, arch: &str, more: &[&str]| {
+        let output = mstar(&[&["kernels", "build", spec, "--arch", arch, "--list"], more].concat());
+        assert_eq!(output.status.code(), Some(0), "{spec}: {}", stderr(&output));
+        fits(&stdout(&output), spec);
+        stdout(&output)
+    };
+    for path in shipped() {
+        let spec = path.to_str().expect("plain letters");
+        let text = listed(spec, "sm_90a", &["--set", "device=cpu"]);
+        assert!(text.starts_with("sm_90a\n  "), "{spec}: {text}");
+        assert!(text.lines().count() > 2, "{spec}: {text}");
+        let uses = |unit: &str| text.contains(unit);
+        let has = |word: &str| fs::read_to_string(&path).expect("a spec").contains(word);
+        assert_eq!(uses("scores.cu"), has("kind: dsa"), "{spec}: {text}");
+        assert_eq!(uses("latent.cu"), has("layout: mla"), "{spec}: {text}");
+        assert_eq!(listed(spec, "sm_90a", &[]), text, "{spec}: the device that it names changes nothing");
+    }
+    // Who has less shared memory is served by other variants; f32 by the plain kernel.
+    let spec = "specs/quickstart.yaml";
+    assert_ne!(
+        listed(spec, "sm_90a", &[]).replace("sm_90a", ""),
+        listed(spec, "sm_86", &[]).replace("sm_86", "")
+    );
+    assert!(listed(spec, "sm_80", &["--set", "dtype=f32"]).contains("plain.cu"));
+    assert_eq!(listed(spec, "sm_90a", &["--only", "decode.cu"]).matches(".cu").count(), 1);
+    refused(
+        &["kernels", "build", spec, "--arch", "sm_90a", "--list", "--only", "nothing"],
+        "mstar: --only nothing: no kernel of the list has it in its line",
+    );
+    let output = mstar(&["kernels", "build", "no/such.yaml", "--arch", "sm_90a", "--list"]);
+    assert!(
+        output.status.code() == Some(2) && stderr(&output).contains("no/such.yaml"),
+        "{}",
+        stderr(&output)
+    );
+}

@@ -12,7 +12,7 @@ mod softmax;
 mod swap;
 
 pub(crate) use compiler::{device_memory, loaded as loaded_kernels};
-pub(crate) use device::{auto, choose};
+pub(crate) use device::{Chosen, auto, choose};
 pub(crate) use registry::{registry, workspace_bytes};
 pub(crate) use softmax::softmax;
 

@@ -16,7 +16,7 @@ use mstar_kernels::Device;
 
 use super::fit;
 use super::memory::{Available, Estimate, Place};
-use crate::backends::{auto, choose, device_memory, registry, softmax};
+use crate::backends::{Chosen, auto, choose, device_memory, registry, softmax};
 use crate::machine::Machine;
 use crate::run::workload::trace::Located;
 use crate::run::workload::{self, RequestPlan};
@@ -111,6 +111,21 @@ pub(crate) fn prepare(arguments: &SpecArguments) -> anyhow::Result<Prepared> {
         DeviceChoice::Auto => auto(|device| served_whole(&spec, device, &source)),
         named => choose(named)?,
     };
+    settle(arguments, spec, chosen)
+}
+
+/// Reads a spec and settles it for `device`, whatever it says of devices.
+///
+/// # Errors
+/// As [`prepare`].
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a build without devices has one"))]
+pub(crate) fn prepare_on(arguments: &SpecArguments, device: Device) -> anyhow::Result<Prepared> {
+    let spec = Spec::load(&arguments.spec, &arguments.set)?;
+    settle(arguments, spec, Chosen { device, note: None })
+}
+
+fn settle(arguments: &SpecArguments, spec: Spec, chosen: Chosen) -> anyhow::Result<Prepared> {
+    let source = arguments.spec.display().to_string();
     let attentions = serve(&spec, chosen.device, &source)?;
     let sparse = serve_sparse(&spec, chosen.device)?;
     let (trace, requests) = match &spec.workload {

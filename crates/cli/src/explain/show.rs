@@ -11,8 +11,11 @@ use super::prepare::{Prepared, Served, ServedSparse};
 use crate::run::workload::RequestPlan;
 use crate::text::{COLUMNS, bytes, count, wrap};
 
+/// The kernels that a device will run, one an entry, or why they cannot be told.
+pub(super) type Kernels = Result<Vec<String>, String>;
+
 /// In words, at most 80 columns wide.
-pub(super) fn as_text(p: &Prepared) -> String {
+pub(super) fn as_text(p: &Prepared, kernels: &Kernels) -> String {
     let mut out = wrap("", &format!("{} ({})", p.spec.name, p.path.display()));
     for (head, text) in settings(p) {
         out += &wrap(&format!("  {head:<11}"), &text);
@@ -36,6 +39,14 @@ pub(super) fn as_text(p: &Prepared) -> String {
         for (layers, text) in sparse(p, served) {
             out += &wrap(&format!("  {layers:<10} "), &format!("{}: {text}", served.name));
         }
+    }
+    match kernels {
+        Ok(kernels) if kernels.is_empty() => {}
+        Ok(kernels) => {
+            out += &format!("\nkernels compiled for {}\n", p.device);
+            out += &kernels.iter().map(|kernel| wrap("  ", kernel)).collect::<String>();
+        }
+        Err(why) => out += &wrap("\nkernels  ", why),
     }
     if !p.requests.is_empty() {
         out += "\nworkload\n";
@@ -348,7 +359,7 @@ fn workload(requests: &[RequestPlan]) -> Vec<(&'static str, String)> {
 }
 
 /// As JSON, with the same content.
-pub(super) fn as_json(p: &Prepared) -> String {
+pub(super) fn as_json(p: &Prepared, kernels: &Kernels) -> String {
     let resources: Vec<Value> = p
         .spec
         .resources
@@ -407,6 +418,7 @@ pub(super) fn as_json(p: &Prepared) -> String {
         "resources": resources,
         "layers": layers,
         "sparse": sparse,
+        "kernels": kernels.as_ref().ok(),
         "requests": p.requests.len(),
         "memory": memory,
         "memory_bytes": p.estimate.total() as u64,

@@ -11,18 +11,16 @@ use mstar_kernels::cuda::{driver, variants};
 use rayon::prelude::*;
 
 use super::Build;
+use super::needed::needed_for;
 use crate::exit::Exit;
+use crate::explain::SpecArguments;
 use crate::text::{print, say, wrap};
 
 /// Compiles the list for each architecture.
 pub(super) fn command(args: Build) -> anyhow::Result<Exit> {
-    let targets = targets(&args.arch)?;
-    let mut keys = variants::variants();
-    if let Some(only) = &args.only {
-        keys.retain(|key| key.to_string().contains(only.as_str()));
-        if keys.is_empty() {
-            bail!("--only {only}: no kernel of the list has it in its line");
-        }
+    let targets = targets(&args.arch, !args.list)?;
+    if args.list {
+        return list(&args, &targets);
     }
     watch(|event| {
         if let Event::NotKept { why } = event {
@@ -31,6 +29,7 @@ pub(super) fn command(args: Build) -> anyhow::Result<Exit> {
     });
     let mut good = true;
     for target in targets {
+        let keys = keys(&args, target)?;
         let made = build(target, &keys);
         print(&report(target, &made, args.check))?;
         good &= made.iter().all(|made| made.is_good(args.check));
@@ -41,8 +40,35 @@ pub(super) fn command(args: Build) -> anyhow::Result<Exit> {
     Ok(if good { Exit::Success } else { Exit::CheckFailed })
 }
 
+/// Names what would be compiled.
+fn list(args: &Build, targets: &[Target]) -> anyhow::Result<Exit> {
+    for &target in targets {
+        let lines = keys(args, target)?.iter().map(|key| wrap("  ", &key.to_string())).collect::<String>();
+        print(&format!("{target}\n{lines}"))?;
+    }
+    Ok(Exit::Success)
+}
+
+/// What is compiled for a target: the list, or what the spec needs there.
+fn keys(args: &Build, target: Target) -> anyhow::Result<Vec<Key>> {
+    let mut keys = match &args.spec {
+        None => variants::variants(),
+        Some(spec) => {
+            let arguments = SpecArguments { spec: spec.clone(), set: args.set.clone(), device: None };
+            needed_for(&arguments, target)?
+        }
+    };
+    if let Some(only) = &args.only {
+        keys.retain(|key| key.to_string().contains(only.as_str()));
+        if keys.is_empty() {
+            bail!("--only {only}: no kernel of the list has it in its line");
+        }
+    }
+    Ok(keys)
+}
+
 /// The architectures named, or those of the cards here, each once.
-fn targets(named: &[String]) -> anyhow::Result<Vec<Target>> {
+fn targets(named: &[String], compiled: bool) -> anyhow::Result<Vec<Target>> {
     let mut targets = Vec::new();
     for word in named {
         targets.push(Target::parse(word).map_err(|why| anyhow::anyhow!("--arch: {why}"))?);
@@ -62,7 +88,7 @@ fn targets(named: &[String]) -> anyhow::Result<Vec<Target>> {
     if distinct.is_empty() {
         bail!("no card is here to compile for; name an architecture, such as --arch sm_90a");
     }
-    if distinct.iter().any(|target| matches!(target, Target::Sm { .. })) {
+    if compiled && distinct.iter().any(|target| matches!(target, Target::Sm { .. })) {
         Nvrtc::here().map_err(anyhow::Error::msg)?;
     }
     Ok(distinct)
@@ -178,7 +204,8 @@ mod tests {
 
     #[test]
     fn architectures_are_read_once_each_or_refused() {
-        let parse = |words: &[&str]| targets(&words.iter().map(|word| word.to_string()).collect::<Vec<_>>());
+        let parse =
+            |words: &[&str]| targets(&words.iter().map(|word| word.to_string()).collect::<Vec<_>>(), true);
         let error = parse(&["sm_90a", "volta"]).unwrap_err().to_string();
         assert!(error.starts_with("--arch: volta"), "{error}");
         match (parse(&["sm_90", "sm_90a", "sm_80"]), Nvrtc::here()) {

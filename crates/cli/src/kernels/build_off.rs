@@ -5,6 +5,6 @@ use crate::exit::Exit;
 
 /// Says that there is nothing to compile.
 pub(super) fn command(args: Build) -> anyhow::Result<Exit> {
-    let Build { arch, only: _, check: _ } = args;
+    let Build { spec: _, set: _, arch, only: _, list: _, check: _ } = args;
     anyhow::bail!("kernels build {}: CUDA is not compiled in; build with --features cuda", arch.join(","))
 }

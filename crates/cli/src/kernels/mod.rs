@@ -11,7 +11,16 @@ mod progress;
 #[path = "progress_off.rs"]
 mod progress;
 
+#[cfg(feature = "cuda")]
+mod needed;
+#[cfg(not(feature = "cuda"))]
+#[path = "needed_off.rs"]
+mod needed;
+
+pub(crate) use self::needed::needed;
 pub(crate) use self::progress::tell;
+
+use std::path::PathBuf;
 
 use crate::exit::Exit;
 
@@ -24,19 +33,27 @@ pub(crate) struct Arguments {
 
 #[derive(Debug, clap::Subcommand)]
 enum Command {
-    /// Compile the list of kernel variants into the cache, and say what each takes.
+    /// Compile the list of kernel variants, or what a spec needs, into the cache, and say what each takes.
     Build(Build),
 }
 
 /// Arguments of `mstar kernels build`.
 #[derive(Debug, clap::Args)]
 struct Build {
+    /// A spec: exactly the kernels that its resources need are compiled, instead of the list.
+    spec: Option<PathBuf>,
+    /// Replace one value of the spec; may be given often.
+    #[arg(long, value_name = "KEY=VALUE", requires = "spec")]
+    set: Vec<String>,
     /// Architectures, such as sm_80,sm_90a; those of the cards here otherwise.
     #[arg(long, value_delimiter = ',')]
     arch: Vec<String>,
     /// Only kernels whose line has this in it, such as paged.cu or WIDTH=128.
     #[arg(long)]
     only: Option<String>,
+    /// Only name the kernels, one a line; nothing is compiled.
+    #[arg(long, conflicts_with = "check")]
+    list: bool,
     /// Exit with 1, too, where a kernel spills registers, uses local memory or has
     /// its matrix instructions serialised, and no reason for it is listed.
     #[arg(long)]

@@ -178,12 +178,18 @@ fn drive(
     Ok(tell(args, prepared, &model, &live, &scheduler, &phases, &measured))
 }
 
-/// The model of a spec and the memory of its forwards, every bucket tried.
-pub(crate) fn build(prepared: &Prepared, phases: &Arc<Phases>) -> anyhow::Result<(Model, Buffers)> {
+/// The resources of a spec, on its device.
+pub(crate) fn model(prepared: &Prepared, phases: &Arc<Phases>) -> anyhow::Result<Model> {
     let Prepared { spec, device, attentions, sparse, requests, .. } = prepared;
     let largest = buffers::largest_step(spec, requests);
-    let model = Model::build(spec, *device, attentions, sparse, largest, phases)?;
-    let widths = Widths::of(spec, requests).context("run needs a cache of heads or latents, or a ring")?;
+    Model::build(spec, *device, attentions, sparse, largest, phases)
+}
+
+/// The model of a spec and the memory of its forwards, every bucket tried.
+pub(crate) fn build(prepared: &Prepared, phases: &Arc<Phases>) -> anyhow::Result<(Model, Buffers)> {
+    let model = model(prepared, phases)?;
+    let widths = Widths::of(&prepared.spec, &prepared.requests)
+        .context("run needs a cache of heads or latents, or a ring")?;
     let mut buffers = Buffers::new(widths, model.queue.stream())?;
     warm::up(&model, &mut buffers)?;
     phases.clear();

@@ -90,6 +90,7 @@ pub(crate) struct Live<'a> {
     saved: SavedWorlds,
     memory: Memory,
     witness: Option<&'a dyn Witness>,
+    plans_only: bool,
 }
 
 impl<'a> Live<'a> {
@@ -128,7 +129,15 @@ impl<'a> Live<'a> {
             saved: SavedWorlds::default(),
             memory,
             witness: None,
+            plans_only: false,
         }
+    }
+
+    /// The same, whose steps are planned and committed and not run: for a device on paper. Over a ring the first step alone makes
+    /// sense: a frame that no layer writes cannot be committed, and the step is undone.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a build without devices has none on paper"))]
+    pub(crate) fn planning_only(self) -> Live<'a> {
+        Live { plans_only: true, ..self }
     }
 
     /// The same, with `witness` shown every layer.
@@ -343,6 +352,14 @@ impl Runtime for Live<'_> {
 
     fn run(&mut self, works: &[Work]) -> anyhow::Result<()> {
         let planned = self.admitted.take().context("no step was admitted")?;
+        if self.plans_only {
+            match self.model.kv.ring() {
+                // No layer writes its frame.
+                Some(_) => self.model.engine.abort(planned),
+                None => self.model.engine.commit(planned)?,
+            }
+            return Ok(());
+        }
         let padded = planned.lease().is_some();
         self.last = StepCost { walk: declare::walk(works), padded, ..StepCost::default() };
         self.padded_steps += u64::from(padded);

@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use super::api::{Api, Called, Failed, Handle, Properties, api};
+use super::api::{Api, Called, Failed, Handle, Paper, Properties, api};
+use super::jit::Target;
 use super::pool::Pool;
 use super::uses::Uses;
 use crate::buffer::MOST_DEVICES;
@@ -40,6 +41,8 @@ impl fmt::Debug for Context {
 static CONTEXTS: [OnceLock<&'static Context>; MOST_DEVICES] = [const { OnceLock::new() }; MOST_DEVICES];
 /// Held while a context is made, so that each is made once.
 static MAKING: Mutex<()> = Mutex::new(());
+/// What there is a device on paper for, from the last number down.
+static ON_PAPER: Mutex<Vec<Target>> = Mutex::new(Vec::new());
 
 impl Context {
     /// The context of a device, made at its first use. Later calls are a lookup.
@@ -72,6 +75,38 @@ impl Context {
         let properties = api.properties(ordinal).map_err(failed)?;
         let context = Context::make(device, api, ordinal, properties).map_err(failed)?;
         Ok(slot.get_or_init(|| context))
+    }
+
+    /// A device on paper for a target, by a number that no card has: resources that are built on it ask for the kernels that they
+    /// would ask a card of that architecture for, and none is compiled. [`jit::asked_for`](super::jit::asked_for) says which.
+    /// Nothing may be attended there: its memory is no memory.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`] for the emulator's target where the driver was chosen, and after some dozens of targets.
+    pub fn on_paper(target: Target) -> Result<Device> {
+        let mut all = ON_PAPER.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = |index: usize| Device::Cuda((MOST_DEVICES - 1 - index) as u32);
+        if let Some(index) = all.iter().position(|other| *other == target) {
+            return Ok(number(index));
+        }
+        let (index, device) = (all.len(), number(all.len().min(MOST_DEVICES - 1)));
+        let no = |why: String| Error::NoDevice { device, why };
+        if index >= MOST_DEVICES / 2 {
+            return Err(no(format!("there are {index} devices on paper already")));
+        }
+        let properties = match target {
+            Target::Sm { major, minor } => Paper::card((major, minor)),
+            #[cfg(feature = "emulator")]
+            Target::Emulated => Context::of(Device::Cuda(0))?.properties.clone(),
+        };
+        let paper = Paper::new(properties);
+        let properties = paper.properties(0).map_err(|failed| no(failed.call.into()))?;
+        let context = Context::make(device, Box::leak(Box::new(paper)), 0, properties);
+        let context = context.map_err(|failed| no(failed.call.into()))?;
+        let slot = &CONTEXTS[MOST_DEVICES - 1 - index];
+        slot.set(context).map_err(|_| no("its number is taken by a card".into()))?;
+        all.push(target);
+        Ok(device)
     }
 
     /// It stays for as long as the process lives.
@@ -151,6 +186,11 @@ impl Context {
     /// Whether it is the emulated device.
     pub fn is_emulated(&self) -> bool {
         self.api.is_emulated()
+    }
+
+    /// Whether it is a device on paper.
+    pub(super) fn is_on_paper(&self) -> bool {
+        self.api.is_on_paper()
     }
 
     /// Bytes of its memory that are free now, with those that its pool holds and nobody uses.

@@ -3,11 +3,15 @@
 //! Everything above this room (contexts, memory, streams, graphs, launches) is written once against [`Api`], so that its logic
 //! is tested where there is no card. Which of the two serves a process is settled once, at its first use: by the environment
 //! variable `MSTAR_CUDA` (`driver`, the default, or `emulated`), or by [`emulate`] in a test.
+//! A device on paper (`paper`) stands beside either of them: see [`Context::on_paper`](super::Context::on_paper).
 
 mod elf;
 #[cfg(feature = "emulator")]
 mod emulated;
+mod paper;
 mod real;
+
+pub(super) use paper::Paper;
 
 use std::ffi::{c_int, c_void};
 use std::path::Path;
@@ -101,6 +105,10 @@ pub(crate) enum Way {
 pub(crate) trait Api: Send + Sync {
     /// Whether this is the emulated device.
     fn is_emulated(&self) -> bool;
+    /// Whether nothing is done at all: see [`Paper`].
+    fn is_on_paper(&self) -> bool {
+        false
+    }
     /// Devices that there are.
     fn device_count(&self) -> Called<u32>;
     /// What a device says of itself; `ordinal` is below the count.

@@ -42,7 +42,7 @@ pub use resources::Resources;
 pub use source::Unit;
 #[cfg(test)]
 pub(crate) use store::{all_loaded, asked};
-pub use store::{count, function, prepare};
+pub use store::{asked_for, count, function, prepare, target_of};
 pub use target::Target;
 pub use watch::{Event, watch};
 

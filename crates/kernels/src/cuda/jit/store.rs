@@ -28,7 +28,7 @@ pub fn prepare(device: Device, keys: &[Key]) -> Result<(), Error> {
     if keys.iter().all(|key| loaded(device, key).is_some()) {
         return Ok(());
     }
-    let target = target_of(Context::of(device)?);
+    let target = target_of(device)?;
     let mut distinct = HashSet::new();
     let missing: Vec<&Key> =
         keys.iter().filter(|key| loaded(device, key).is_none() && distinct.insert(*key)).collect();
@@ -51,7 +51,7 @@ pub fn function(device: Device, key: &Key) -> Result<Function, Error> {
     }
     match loaded(device, key) {
         Some(function) => Ok(function),
-        None => load(device, target_of(Context::of(device)?), key),
+        None => load(device, target_of(device)?, key),
     }
 }
 
@@ -93,17 +93,33 @@ pub(crate) fn all_loaded(device: Device) -> Vec<(Key, Function)> {
     all.map(|(key, function)| (key.clone(), *function)).collect()
 }
 
+/// Kernels that were asked for on a device, in the order of their names: on a device on paper
+/// ([`Context::on_paper`]) what its resources would run.
+pub fn asked_for(device: Device) -> Vec<Key> {
+    let all = LOADED.read().unwrap_or_else(PoisonError::into_inner);
+    let mut keys: Vec<Key> = all.get(&device).into_iter().flat_map(HashMap::keys).cloned().collect();
+    keys.sort_by_cached_key(Key::to_string);
+    keys
+}
+
 /// What a device's kernels are compiled for.
-fn target_of(context: &Context) -> Target {
+///
+/// # Errors
+/// [`Error::NoDevice`].
+pub fn target_of(device: Device) -> Result<Target, Error> {
+    let context = Context::of(device)?;
     #[cfg(feature = "emulator")]
     if context.is_emulated() {
-        return Target::Emulated;
+        return Ok(Target::Emulated);
     }
     let (major, minor) = context.arch();
-    Target::Sm { major, minor }
+    Ok(Target::Sm { major, minor })
 }
 
 fn load(device: Device, target: Target, key: &Key) -> Result<Function, Error> {
+    if Context::of(device)?.is_on_paper() {
+        return keep(device, key, bring_in(device, key, &Binary::Cubin(Vec::new()))?);
+    }
     let compiled = compile(target, key)?;
     let function = match bring_in(device, key, &compiled.binary) {
         // Another process may have made room in the cache between our looking and the loader's opening.
@@ -117,6 +133,10 @@ fn load(device: Device, target: Target, key: &Key) -> Result<Function, Error> {
         why: format!("compiled, but not loaded: {why}"),
     })?;
     tell(&Event::Ready { key, compiled: &compiled });
+    keep(device, key, function)
+}
+
+fn keep(device: Device, key: &Key, function: Function) -> Result<Function, Error> {
     let mut all = LOADED.write().unwrap_or_else(PoisonError::into_inner);
     Ok(*all.entry(device).or_default().entry(key.clone()).or_insert(function))
 }
@@ -161,7 +181,7 @@ mod tests {
 
     /// The device to test on, with a compiler for it; the word aloud where there is none.
     fn is_here(test: &str) -> bool {
-        let why = match Context::of(DEVICE).map(target_of) {
+        let why = match target_of(DEVICE) {
             Err(why) => why.to_string(),
             Ok(target) => match compile(target, &key(0)) {
                 Ok(_) => return true,
