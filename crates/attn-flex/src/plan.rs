@@ -16,6 +16,8 @@ pub struct Plan {
     rule: MaskRule,
     q_offset: i64,
     options: KernelOptions,
+    /// Whether plans are to be for capture, and whether this one is.
+    captured: [bool; 2],
     workers: usize,
     workspace_bytes: usize,
 }
@@ -33,6 +35,7 @@ impl Plan {
             rule: MaskRule::Whole,
             q_offset: 0,
             options: *options,
+            captured: [false; 2],
             workers: 0,
             workspace_bytes: 0,
         };
@@ -51,7 +54,9 @@ impl Plan {
         mask: &BlockMask,
         options: &KernelOptions,
     ) -> Result<Planned> {
-        if *options == self.options && is_for(&self.work, geometry, &mask.blocks()) {
+        let [captured, is_captured] = self.captured;
+        if *options == self.options && captured == is_captured && is_for(&self.work, geometry, &mask.blocks())
+        {
             (self.rule, self.q_offset) = (mask.rule().clone(), mask.q_offset());
             return Ok(Planned::Unchanged);
         }
@@ -62,13 +67,30 @@ impl Plan {
     fn make(&mut self, geometry: &Geometry, mask: &BlockMask, options: &KernelOptions) -> Result<()> {
         let workers = options.threads();
         let target = Target::of(options.device);
-        let how = ScheduleOptions { workers, cascade: false, pad_to: None, target };
+        let pad_to = self.captured[0].then_some(mask.blocks().q_len);
+        let how = ScheduleOptions { workers, cascade: false, pad_to, target };
         schedule(geometry, &mask.blocks(), &how, &mut self.work)?;
         self.geometry = *geometry;
         (self.rule, self.q_offset) = (mask.rule().clone(), mask.q_offset());
         (self.options, self.workers) = (*options, workers);
+        self.captured[1] = self.captured[0];
         self.workspace_bytes = workspace_bytes(&self.work, workers);
         Ok(())
+    }
+
+    /// Says whether runs are to be captured on a device, and to go over the masks of plans to come: launches are then as large as the
+    /// device holds, whatever a mask shows. Holds from the next [`Plan::replan`] on; changes no bit.
+    pub fn capture(&mut self, captured: bool) {
+        self.captured[0] = captured;
+    }
+
+    /// What a captured run of the plan takes for granted, as a number: kernels, grids, where the list lies on the device, and what
+    /// mods count queries from. `None` for a plan that is not staged on a device.
+    pub fn capture_key(&self) -> Option<u64> {
+        use std::hash::{DefaultHasher, Hash, Hasher};
+        let mut hasher = DefaultHasher::new();
+        (self.work.capture_key()?, self.q_offset, self.geometry).hash(&mut hasher);
+        Some(hasher.finish())
     }
 
     /// Has the plan ready on the stream's device, for calls with these score mods: in stream order. Belongs to planning; never waits

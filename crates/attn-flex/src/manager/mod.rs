@@ -211,7 +211,8 @@ impl Resource for FlexAttention {
         for label in self.ring.plan_labels(cx.serial)? {
             let plan = self.ring.ring_plan(&PlanId { slot: cx.slot, label, serial: cx.serial })?;
             let layers = (self.ring.config(), self.ring.groups());
-            self.scores.with(|score_mods| self.shelf.stage(&plan, layers, score_mods))?;
+            let captured = cx.bucket.is_some();
+            self.scores.with(|score_mods| self.shelf.stage(&plan, layers, score_mods, captured))?;
         }
         Ok(())
     }
@@ -235,7 +236,8 @@ impl Resource for FlexAttention {
         Ok(())
     }
 
-    /// Plans made from then on have room for the rows of `shape`; what was made stays as it is.
+    /// Plans made from then on have room for the rows of `shape`; what was made stays as it is. What a ring shows grows, and then
+    /// changes from frame to frame: of that a captured region knows nothing.
     fn build_accelerator_graph_buffers(&self, _: usize, shape: PaddedShape) -> Result<()> {
         self.shelf.room_for(shape.rows);
         Ok(())

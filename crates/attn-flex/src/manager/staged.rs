@@ -46,7 +46,7 @@ impl Staged {
     /// What captured runs take for granted: of every group its kernels, grids and list, and where the scratch lies.
     pub(super) fn capture_key(&self) -> Option<u64> {
         let scratch = self.workspace().ok()?.view().ok()?.as_mut_ptr().addr() as u64;
-        let plans = self.groups.iter().map(|(_, plan)| plan.as_ref()?.work().capture_key());
+        let plans = self.groups.iter().map(|(_, plan)| plan.as_ref()?.capture_key());
         Some(key_of(&plans.chain([Some(scratch)]).collect::<Option<Vec<u64>>>()?))
     }
 
@@ -124,7 +124,7 @@ impl Shelf {
         };
         let key = EagerSlotKey::from(&plan.id);
         let mut staged = self.empty(&key, config, groups, 1)?;
-        self.fill(&mut staged, &key, &plan, (config, groups), score_mods, 1)
+        self.fill(&mut staged, &key, &plan, (config, groups), score_mods, (1, false))
     }
 
     /// The same by a changed recipe, and no plan yet.
@@ -169,6 +169,7 @@ impl Shelf {
         ring_plan: &RingPlan,
         (config, groups): (&RingConfig, &RingGroups),
         score_mods: &[ScoreMod<'_>],
+        captured: bool,
     ) -> Result<()> {
         let most = *self.most_rows.lock().unwrap_or_else(PoisonError::into_inner);
         let key = EagerSlotKey::from(&ring_plan.id);
@@ -179,7 +180,7 @@ impl Shelf {
             Some(staged) => staged,
             None => self.empty(&key, config, groups, most.max(ring_plan.rows.len()))?,
         };
-        self.fill(&mut staged, &key, ring_plan, (config, groups), score_mods, most)?;
+        self.fill(&mut staged, &key, ring_plan, (config, groups), score_mods, (most, captured))?;
         let place = Place { serial: Some(ring_plan.id.serial), staged: Arc::new(staged) };
         places.insert(key, place);
         Ok(())
@@ -210,25 +211,25 @@ impl Shelf {
         ring_plan: &RingPlan,
         (config, groups): (&RingConfig, &RingGroups),
         score_mods: &[ScoreMod<'_>],
-        most: usize,
+        (most, captured): (usize, bool),
     ) -> Result<()> {
         let Recipe { geometry, options, .. } = &self.recipe;
         let mut bytes = 0;
         for (group, (mask, plan)) in staged.groups.iter_mut().enumerate() {
             self.said(mask.stage(ring_plan, group))?;
-            match plan {
-                Some(plan) => {
-                    self.said(plan.replan(geometry, mask.mask(), options))?;
-                }
+            let plan = match plan {
+                Some(plan) => plan,
                 None => {
                     let made = plan.insert(self.said(Plan::new(geometry, mask.mask(), options))?);
-                    made.reserve(
-                        most,
-                        most * groups.geometries[group].most_visible() * config.blocks_per_frame(),
-                    );
+                    // A row's queries come in blocks, and each of them lists what it sees.
+                    let lists = most * (config.tokens_per_frame / mask.mask().blocks().block_q).max(1);
+                    let seen = groups.geometries[group].most_visible() * config.blocks_per_frame();
+                    made.reserve(lists, lists * seen);
+                    made
                 }
-            }
-            let plan = plan.as_mut().expect("planned just now");
+            };
+            plan.capture(captured);
+            self.said(plan.replan(geometry, mask.mask(), options))?;
             self.said(plan.stage(&self.stream, score_mods))?;
             bytes = bytes.max(plan.workspace_bytes());
         }

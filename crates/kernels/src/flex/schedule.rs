@@ -8,7 +8,8 @@ use crate::work::{NO_MASK, Row, WorkList};
 use super::{Blocks, Geometry};
 
 /// Checks what is visible and writes its work list into `list`, whose memory is used again. The list is for
-/// [`attend`](super::attend) alone. `options.cascade` and `options.pad_to` have no meaning here.
+/// [`attend`](super::attend) alone. `options.cascade` has no meaning here; of `options.pad_to` only whether it is there: runs over
+/// the list may then be captured on a device, and go over lists to come.
 ///
 /// Neighbouring blocks of queries that see the same become one row: how queries are tiled changes no bit.
 ///

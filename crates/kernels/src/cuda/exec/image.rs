@@ -4,7 +4,7 @@
 
 use bytemuck::{Pod, Zeroable, bytes_of, cast_slice};
 
-use crate::paged::{APPEND_LEAF, APPEND_QUERIES, DECODE_LEAF, LATENT_LEAF};
+use crate::paged::{APPEND_LEAF, APPEND_QUERIES, DECODE_LEAF, LATENT_LEAF, Stored, blocks_leaf};
 use crate::work::{Item, Member, Merge, Part, Row, Segment, WorkList};
 use crate::{Error, Result};
 
@@ -103,10 +103,18 @@ impl Layout {
         // Only rows of few queries have more than one leaf.
         let cut_tiles = tokens.min(APPEND_QUERIES).div_ceil(tile_tokens) + 1;
         let tiles = tokens.div_ceil(tile_tokens) + rows;
-        let units = leaves(DECODE_LEAF.min(LATENT_LEAF)) + cut_tiles * leaves(APPEND_LEAF) + tiles;
+        let units = match work.stored {
+            // Every row is cut into leaves, whatever its number of queries; rows are as long as they come.
+            Stored::Blocks => {
+                let longest = work.rows.iter().map(|row| row.q_len as usize).max().unwrap_or(0);
+                (longest.div_ceil(tile_tokens) + 1) * leaves(blocks_leaf(work.blocks.num_qo_heads)) + tiles
+            }
+            _ => leaves(DECODE_LEAF.min(LATENT_LEAF)) + cut_tiles * leaves(APPEND_LEAF) + tiles,
+        };
         let each = heads * size_of::<Item>() + size_of::<Member>() + size_of::<Part>();
         let merges = (tiles + rows) * heads * size_of::<Merge>();
-        let others = pages * size_of::<i32>() + size_of_val(&work.mask[..]);
+        let places = if work.stored == Stored::Blocks { size_of::<i32>() + 1 } else { 0 };
+        let others = pages * (size_of::<i32>() + places) + size_of_val(&work.mask[..]);
         size_of::<Header>()
             + rows * (size_of::<Row>() + size_of::<Segment>())
             + units.saturating_mul(each)

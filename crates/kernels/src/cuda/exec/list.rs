@@ -182,7 +182,8 @@ impl OnDevice {
         let (mods, bytes) = (&self.mods, words_at + self.mods.bytes());
         if work.fixed {
             // A captured run knows this address: it must do for every list to come.
-            self.image.reserve(Layout::bound(work, cut_tokens(&work.geometry, work.stored)))?;
+            let lists = Layout::bound(work, cut_tokens(&work.geometry, work.stored));
+            self.image.reserve(lists + bytes - Layout::of(work, 0, 0)?.bytes())?;
         }
         self.image.set_with(stream, bytes, |to| {
             layout.write(work, mods.tables_at(words_at as u32), to);
