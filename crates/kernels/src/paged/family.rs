@@ -27,6 +27,7 @@ pub const LATENT_LANES: usize = 64;
 
 /// Most visible keys of a leaf over blocks on a device, of calls with so many query heads: few heads make few tiles, and many
 /// multiprocessors want work.
+#[cfg(any(feature = "cuda", feature = "flex"))]
 pub(crate) fn blocks_leaf(heads: usize) -> u32 {
     128 * (heads as u32).clamp(4, 32)
 }

@@ -196,8 +196,10 @@ impl OnDevice {
         // A captured run goes over lists to come, which may have items of either kind.
         let two = matches!(work.stored, Stored::Heads | Stored::Latents);
         let few = work.few > 0 || work.fixed && two;
-        let many = work.items.len() > work.few || work.fixed;
-        let merged = !work.merges.is_empty() || work.fixed;
+        // A mask that changes has items and merges at one time and none at another; what is not needed is not launched.
+        let all = work.fixed || work.stored == Stored::Blocks;
+        let many = work.items.len() > work.few || all;
+        let merged = !work.merges.is_empty() || all;
         let choice = |wanted: bool, walk: Walk| {
             if !wanted {
                 return Ok(None);
