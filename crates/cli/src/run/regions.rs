@@ -126,3 +126,6 @@ fn made(room: &Room, reads: Reads, forward: &mut Forward<'_>, views: Views<'_>) 
         Reads::Context => room.attend_context(forward, views),
     }
 }
+
+#[cfg(all(test, feature = "emulator", feature = "mla", feature = "dsa"))]
+mod tests;
