@@ -63,6 +63,7 @@ step "quickstart" bash -c "$(sed -n 's/^\(cargo run .*\)$/\1/p' README.md | head
 step "kernels" bash tools/kernels.sh
 step "an emulated device" cargo test -q --locked -p mstar-kernels --features paged,mla,dense,flex,dsa,emulator --lib cuda::
 step "graphs on it" cargo test -q --locked -p mstar --features emulator --test run graphs::emulated::
+step "devices compared with it" cargo test -q --locked -p mstar --features emulator --test parity across::
 step "whole forwards on it" cargo test -q --locked -p mstar --features emulator --bin mstar regions::
 step "panic = abort" panic_abort
 step "each feature alone" features_alone
