@@ -20,10 +20,10 @@ mod tests;
 pub use attend::{AttendParams, attend, workspace_bytes};
 #[cfg(feature = "cuda")]
 pub(crate) use cut_blocks::cut_tokens;
-pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
 pub(crate) use family::Stored;
 #[cfg(any(feature = "cuda", feature = "flex"))]
 pub(crate) use family::blocks_leaf;
+pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
 pub use geometry::{Geometry, MAX_HEAD_DIM};
 pub(crate) use schedule::Scratch;
 #[cfg(feature = "dense")]
