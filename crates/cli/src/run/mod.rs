@@ -5,7 +5,7 @@
 //! | [`workload`] | requests: drawn, or read from a trace |
 //! | [`content`], [`script`] | what each token is; what a request does next |
 //! | [`scheduler`], [`need`], [`event`] | continuous batching over a virtual clock; what one request needs to its end; what happened |
-//! | [`model`], [`warm`], [`declare`], [`runtime`] | the engine of a spec; its buckets tried; steps for it; the scheduler's hands |
+//! | [`mod@model`], [`warm`], [`declare`], [`runtime`] | the engine of a spec; its buckets tried; steps for it; the scheduler's hands |
 //! | [`cache`], [`room`] | the requests' pages or ring; an attention resource, alone or under an indexer |
 //! | [`saved`] | worlds of a ring that are saved and come back |
 //! | [`entries`], [`buffers`], [`forward`] | synthetic queries and cache entries; one forward, layer after layer |

@@ -1,6 +1,6 @@
 //! A row alone, in company, elsewhere, in a padded bucket, and in a slot that held another batch: the same bits.
 
-use super::{Family, Row, Setting, row, stream, trials, whole};
+use super::{Family, Row, Setting, each_trial, row, whole};
 
 /// Rows of the batch: as many as a decode bucket has.
 const COMPANY: usize = 64;
@@ -50,8 +50,5 @@ fn hold(family: &dyn Family, stream: &crate::Stream, dtype: crate::DType) {
 
 #[test]
 fn f40_a_row_has_the_same_bits_alone_in_a_batch_elsewhere_padded_and_in_a_used_slot() {
-    let Some(owned) = stream("f40_a_row_has_the_same_bits") else { return };
-    for (family, dtype) in trials() {
-        hold(family.as_ref(), &owned.stream(), dtype);
-    }
+    each_trial("f40_a_row_has_the_same_bits", hold);
 }

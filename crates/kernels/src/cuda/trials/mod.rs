@@ -115,7 +115,7 @@ const NAN: u8 = 0xff;
 #[derive(Clone, Debug, PartialEq)]
 struct Bits(Vec<u8>);
 
-trait Family {
+trait Family: Send + Sync {
     /// Words for messages.
     fn name(&self) -> String;
 
@@ -140,6 +140,24 @@ fn trials() -> Vec<(Box<dyn Family>, DType)> {
         return all.collect();
     }
     DTYPES.into_iter().flat_map(|dtype| families().into_iter().map(move |family| (family, dtype))).collect()
+}
+
+/// Holds each trial to something: side by side on a card, whose host has work enough with their numbers, and one after another on
+/// the emulated device, whose work is the host's.
+fn each_trial(test: &str, hold: impl Fn(&dyn Family, &Stream, DType) + Sync) {
+    let Some(owned) = stream(test) else { return };
+    if !whole() || Context::of(DEVICE).is_ok_and(Context::is_emulated) {
+        return trials().iter().for_each(|(family, dtype)| hold(family.as_ref(), &owned.stream(), *dtype));
+    }
+    std::thread::scope(|scope| {
+        for (family, dtype) in trials() {
+            let hold = &hold;
+            scope.spawn(move || {
+                let own = OwnedStream::new(DEVICE).unwrap();
+                hold(family.as_ref(), &own.stream(), dtype);
+            });
+        }
+    });
 }
 
 /// Every family, in narrow shapes.
