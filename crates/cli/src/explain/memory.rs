@@ -140,6 +140,11 @@ impl Estimate {
         self.lines.iter().map(|line| line.bytes).sum()
     }
 
+    /// The most that may ever be taken of the device's own memory.
+    pub(crate) fn most_of_device(&self) -> u128 {
+        self.most_apart(true).0
+    }
+
     /// Bytes taken when the run begins at one place.
     pub(crate) fn taken(&self, place: Place) -> u128 {
         let taken = self.lines.iter().filter(|line| !line.at_most && line.place == place);

@@ -18,6 +18,7 @@ use super::fit;
 use super::memory::{Available, Estimate, Place};
 use crate::backends::{Chosen, auto, choose, device_memory, registry, softmax};
 use crate::machine::Machine;
+use crate::run::kernels_missing;
 use crate::run::workload::trace::Located;
 use crate::run::workload::{self, RequestPlan};
 use crate::text::bytes;
@@ -162,6 +163,9 @@ fn settle(arguments: &SpecArguments, spec: Spec, chosen: Chosen) -> anyhow::Resu
 
 /// Whether `device` serves every resource of `spec`, by more than the slow reference unless the spec allows that.
 fn served_whole(spec: &Spec, device: Device, source: &str) -> Result<(), String> {
+    if let Some(why) = kernels_missing(spec.kernels, device) {
+        return Err(why);
+    }
     let attentions = serve(spec, device, source).map_err(|why| format!("{why:#}"))?;
     let sparse = serve_sparse(spec, device).map_err(|why| format!("{why:#}"))?;
     let dense = attentions.iter().map(|served| (&served.name, &served.support));
@@ -286,7 +290,7 @@ fn without_pages(spec: &Spec) -> KvConfig {
 impl Prepared {
     /// What keeps this spec from running here, in words; empty when nothing does.
     pub(crate) fn refusals(&self) -> Vec<String> {
-        let mut why = Vec::new();
+        let mut why = Vec::from_iter(kernels_missing(self.spec.kernels, self.device));
         for served in &self.attentions {
             match served.support {
                 Err(ref reason) => {

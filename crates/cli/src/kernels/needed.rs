@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use mstar_core::spec::ResourceKind;
 use mstar_kernels::Device;
 use mstar_kernels::cuda::Context;
 use mstar_kernels::cuda::jit::{Key, Target, asked_for, target_of};
@@ -15,6 +16,9 @@ use crate::run::scheduler::{Scheduler, Tick};
 
 /// Steps that are planned.
 const PLANNED: u64 = 64;
+
+/// Pages that a cache on paper has at most: who owns a page is kept on the host, and a card's pages may be more than that holds.
+const PAGES: usize = 1 << 20;
 
 /// The kernels that a prepared spec will run on its device, a line each; none on the CPU.
 ///
@@ -34,7 +38,13 @@ pub(crate) fn needed(arguments: &SpecArguments, prepared: &Prepared) -> anyhow::
 /// A spec that is refused, or whose resources cannot be built.
 pub(super) fn needed_for(arguments: &SpecArguments, target: Target) -> anyhow::Result<Vec<Key>> {
     let device = Context::on_paper(target)?;
-    let prepared = prepare_on(arguments, device)?;
+    let mut prepared = prepare_on(arguments, device)?;
+    for resource in &mut prepared.spec.resources {
+        if let ResourceKind::Kv(kv) = &mut resource.kind {
+            kv.config.max_num_pages = kv.config.max_num_pages.min(PAGES);
+            kv.host_pages = kv.host_pages.min(PAGES);
+        }
+    }
     plan(&prepared)?;
     Ok(asked_for(device))
 }

@@ -14,8 +14,8 @@ use super::scheduler::Scheduler;
 use crate::output::Output;
 
 /// Phases that a step's line splits its time into.
-pub(crate) const STEP_PHASES: [&str; 7] =
-    ["plan", "kv write", "attend", "commit", "synthesize", "verify", "select"];
+pub(crate) const STEP_PHASES: [&str; 8] =
+    ["plan", "kv write", "attend", "commit", "synthesize", "verify", "select", "replay"];
 
 /// One step's line.
 #[derive(Clone, Debug, PartialEq)]

@@ -67,6 +67,7 @@ use self::files::{Files, StepLine};
 use self::limit::Roof;
 use self::memory::Memory;
 use self::model::Model;
+pub(crate) use self::model::kernels_missing;
 use self::phases::Phases;
 use self::report::Report;
 use self::runtime::Live;

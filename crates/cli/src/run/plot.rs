@@ -12,7 +12,7 @@ const LEFT: f64 = 64.0;
 const COLUMNS: usize = 400;
 /// Colours of the phases, distinguishable in print and to colour-blind readers (Okabe and Ito, 2008).
 const COLOURS: [&str; STEP_PHASES.len()] =
-    ["#e69f00", "#56b4e9", "#0072b2", "#cc79a7", "#999999", "#009e73", "#d55e00"];
+    ["#e69f00", "#56b4e9", "#0072b2", "#cc79a7", "#999999", "#009e73", "#d55e00", "#f0e442"];
 
 /// The steps of a run.
 #[derive(Clone, Debug, Default)]

@@ -117,8 +117,25 @@ fn room(prepared: &[Prepared], devices: &[Device]) -> Result<()> {
             bytes(most),
             bytes(available.into())
         ),
-        _ => Ok(()),
+        _ => {}
     }
+    for (index, (one, device)) in prepared.iter().zip(devices).enumerate() {
+        let Some((free, _)) = one.available.device else { continue };
+        let (mut most, mut runs) = (0, 0);
+        for (other, _) in prepared.iter().zip(devices).filter(|(_, other)| *other == device) {
+            (most, runs) = (most + other.estimate.most_of_device(), runs + 1);
+        }
+        if devices[..index].contains(device) || runs < 2 || most <= u128::from(free) {
+            continue;
+        }
+        bail!(
+            "--across: the runs on {device} may take {} of its memory together and {} are free; name {device} once, or \
+             make the spec smaller with --set",
+            bytes(most),
+            bytes(free.into())
+        );
+    }
+    Ok(())
 }
 
 /// What each is called: its device, with a number behind it from the second time on.
