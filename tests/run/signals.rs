@@ -51,7 +51,7 @@ fn a_signal_ends_the_run_after_its_step_and_the_report_says_so() {
         assert!(report["requests"]["unfinished"].as_u64() > Some(0));
         // Two of the lines read at the start were steps, and every step has a line.
         assert_eq!(report["steps"]["total"].as_u64(), Some(2 + rest.len() as u64));
-        assert!(rest.last().is_none_or(|line| line.split(',').count() == 15), "{rest:?}");
+        assert!(rest.last().is_none_or(|line| line.split(',').count() == 16), "{rest:?}");
         let mut names: Vec<_> =
             dir.path().read_dir().expect("a folder").map(|e| e.expect("an entry").file_name()).collect();
         names.sort();
