@@ -92,7 +92,8 @@ fn a_device_that_is_not_there_says_what_is() {
         }
         return;
     };
-    let why = Context::of(Device::Cuda(63)).unwrap_err().to_string();
+    // Of those that are on paper, from the 64th down, other tests make some.
+    let why = Context::of(Device::Cuda(30)).unwrap_err().to_string();
     assert!(why.contains("there is one card, cuda:0") || why.contains("cards, cuda:0 to"), "{why}");
     assert!(std::ptr::eq(context, Context::of(DEVICE).unwrap()));
     assert!(context.arch().0 >= 5 && context.sm_count() > 0);

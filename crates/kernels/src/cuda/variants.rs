@@ -153,7 +153,8 @@ fn tile() -> Vec<Key> {
     // Over blocks, the mods that need most registers: score mods, then mask mods, as `cu/mods.cuh` numbers them.
     let blocks = with_all(Key::new(Unit::TILE, "tile"), names, SOME[3]);
     keys.push(blocks.clone().with("SCORES", 0).with("MASKS", 1).with("MASK_0", 1));
-    let scores = blocks.clone().with("SCORES", 2).with("SCORE_0", 1).with("SCORE_1", 3);
+    let apart = with_all(Key::new(Unit::TILE, "tile"), names, [2, 2, 128, 128, 8, 1, 64, 0, 1]);
+    let scores = apart.with("SCORES", 2).with("SCORE_0", 1).with("SCORE_1", 3);
     keys.push(scores.with("MASKS", 2).with("MASK_0", 2).with("MASK_1", 3));
     let whole = blocks.with("SCORES", 3).with("SCORE_0", 2).with("SCORE_1", 4).with("SCORE_2", 3);
     keys.push(whole.with("WHOLE", 1));

@@ -37,8 +37,14 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
     let (width, values) = (geometry.head_dim_qk, geometry.head_dim_vo);
     let optin = context.shared_per_block_optin();
     let decodes = work.stored == Stored::Heads && walk == Walk::Few;
-    let choice =
-        if decodes { decode(width, values, geometry.group(), optin) } else { tile(width, values, optin) }?;
+    // Keys of a tile that lies in one block are neighbours in the sequence, which mods of scores are told in fewer words; told key
+    // by key, they leave a warp no registers for two times 16 rows.
+    let changed = work.stored == Stored::Blocks && mods.change_scores();
+    let whole = changed && geometry.page_size.is_multiple_of(64);
+    let choice = match decodes {
+        true => decode(width, values, geometry.group(), optin),
+        false => tile(width, values, optin, if changed && !whole { 1 } else { 2 }),
+    }?;
     let variant = &work.variant;
     let general = variant.logits_soft_cap.is_some() || variant.alibi;
     let mut key = choice.key.with("KV_TYPE", number(geometry.kv_dtype)).with("GENERAL", general.into());
@@ -47,8 +53,7 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
     }
     if work.stored == Stored::Blocks {
         key = mods.compile_into(key);
-        // Keys of a tile that lies in one block are neighbours in the sequence, which mods of scores are told in fewer words.
-        if mods.change_scores() && geometry.page_size.is_multiple_of(64) {
+        if whole {
             key = key.with("WHOLE", 1);
         }
     }
@@ -147,12 +152,12 @@ impl Build {
     }
 }
 
-/// Tiles of queries.
-fn tile(width: usize, values: usize, optin: u32) -> Option<Choice> {
+/// Tiles of queries; a warp has up to `most` times 16 rows.
+fn tile(width: usize, values: usize, optin: u32, most: usize) -> Option<Choice> {
     let shape = Shape::of(width, values, MOST_VALUES)?;
     let build = BUILDS.iter().find(|build| {
         // Two times 16 rows of sums 128 wide fill a warp's registers.
-        let fits = build.spread == 1 || shape.values <= 128;
+        let fits = build.spread == 1 || build.spread <= most && shape.values <= 128;
         fits && build.shared(&shape) <= share(optin, build.resident)
     })?;
     let key = Key::new(Unit::TILE, "tile")
@@ -179,7 +184,7 @@ mod tests {
                         let choice = decode(width, values, group, optin).expect("a stage fits");
                         assert!(choice.shared <= optin, "{}: {} bytes", choice.key, choice.shared);
                     }
-                    match tile(width, values, optin) {
+                    match tile(width, values, optin, 2) {
                         Some(choice) => assert!(choice.shared <= optin, "{}", choice.key),
                         None => assert!(optin < 200_000 && width > 256, "{width}, {values}"),
                     }
@@ -187,7 +192,7 @@ mod tests {
             }
         }
         assert!(
-            tile(MOST_WIDTH + 1, 1, 232_448).is_none() && decode(1, MOST_WIDTH + 1, 1, 232_448).is_none()
+            tile(MOST_WIDTH + 1, 1, 232_448, 2).is_none() && decode(1, MOST_WIDTH + 1, 1, 232_448).is_none()
         );
     }
 }
