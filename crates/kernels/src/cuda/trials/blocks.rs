@@ -51,7 +51,7 @@ impl Family for InBlocks<'_> {
     }
 
     fn company(&self, rows: usize) -> Vec<Row> {
-        // More than a leaf of 1024 keys, none, one, some.
+        // More than two leaves, none, one, some.
         let blocks = [3, 70, 0, 1, 5, 2];
         (0..rows).map(|at| row(at as u64, self.l, blocks[at % blocks.len()])).collect()
     }
