@@ -8,6 +8,7 @@ use super::*;
 use crate::{Buffer, DType, Device, Error, Result, Stream, copy, copy_async, fill};
 
 mod memory;
+mod products;
 
 const DEVICE: Device = Device::Cuda(0);
 

@@ -49,6 +49,22 @@ struct Copy {
 
 struct Block;
 
+// A product of hopper.cuh that is under way.
+struct Pending {
+    float* d;
+    u32 n, words[4];
+    u64 a, b;
+    bool registers, a_mn, b_mn, add;
+    double (*half)(u16);
+};
+
+// Copies that nobody's thread waits for: they land when nothing else can go on, and then arrive.
+struct Late {
+    std::vector<Copy> copies;
+    void* mark;
+    void (*arrive)(void*);
+};
+
 struct Fiber {
     void* stack_pointer = nullptr;
     u32 id = 0;
@@ -58,6 +74,7 @@ struct Fiber {
     Block* block = nullptr;
     std::vector<std::vector<Copy>> groups;
     std::vector<Copy> open;
+    std::vector<std::vector<Pending>> products;  // by batch, the last one open
     u8* stack = nullptr;
 };
 
@@ -74,6 +91,8 @@ struct Barrier {
 struct Block {
     u32 x, y, z, gx, gy, gz, size;
     u8* shared;
+    u32 shared_bytes;
+    std::vector<Late> late;
     Fiber* fibers;
     Exchange* warps;
     Barrier barriers[16];
@@ -117,6 +136,7 @@ static void entry() {
         if (!group.empty()) fail("a thread ended with a cp.async under way");
     }
     if (!self->open.empty()) fail("a thread ended with a cp.async that it had not committed");
+    if (self->products.size() > 1 || !self->products[0].empty()) fail("a thread ended with products under way");
     self->done = true;
     yield();
     fail("a fiber that ended was resumed");
@@ -136,6 +156,7 @@ struct Grid {
         b.z = index / gx / gy;
         b.gx = gx, b.gy = gy, b.gz = gz, b.size = block;
         b.shared = memory;
+        b.shared_bytes = shared;
         b.fibers = fibers.data();
         b.warps = warps.data();
         b.params = params;
@@ -148,6 +169,7 @@ struct Grid {
             fiber.block = &b;
             fiber.groups.clear();
             fiber.open.clear();
+            fiber.products.assign(1, {});
             void** top = reinterpret_cast<void**>(fiber.stack + STACK);
             *--top = nullptr;  // keeps the stack as a call leaves it
             *--top = reinterpret_cast<void*>(&entry);
@@ -166,8 +188,14 @@ struct Grid {
                 moved = true;
                 left -= fiber.done;
             }
-            if (!moved) fail("threads of a block wait for each other: a barrier or a collective that not all reach");
+            if (moved) continue;
+            if (b.late.empty()) fail("threads of a block wait for each other: a barrier or a collective that not all reach");
+            Late late = std::move(b.late.front());
+            b.late.erase(b.late.begin());
+            land(late.copies);
+            late.arrive(late.mark);
         }
+        if (!b.late.empty()) fail("a block ended with copies under way that a mark stands for");
     }
 
     static constexpr size_t STACK = 256 << 10;
@@ -227,7 +255,17 @@ static inline bool barrier(u32 id, u32 count, bool said) {
     return barrier.said[at & 1];
 }
 
-enum : u32 { XOR, IDX, UP, BALLOT, MATCH, ADD, MAX, SYNC, LDMATRIX, MMA };
+// Arrives and goes on.
+static inline void barrier_arrive(u32 id, u32 count) {
+    Barrier& barrier = now->block->barriers[id];
+    if (++barrier.arrived == count) {
+        barrier.arrived = 0;
+        barrier.said[(barrier.generation + 1) & 1] = false;
+        barrier.generation++;
+    }
+}
+
+enum : u32 { XOR, IDX, UP, BALLOT, MATCH, ADD, MAX, SYNC, LDMATRIX, MMA, PRODUCT, STMATRIX };
 
 template <class T>
 static inline u32 word(T v) {

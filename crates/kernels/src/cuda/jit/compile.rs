@@ -104,7 +104,7 @@ fn machine_code(
     let mut options = vec![format!("--gpu-architecture={arch}")];
     options.extend(["--std=c++17", "-default-device", "--ptxas-options=-v"].map(String::from));
     options.extend(defines(key));
-    let headers = headers(key, |name| name != source::EMULATED);
+    let headers = headers(key, |name| !source::is_emulated(name));
     let from_disk = |entry: Entry| Compiled {
         binary: Binary::Cubin(entry.binary),
         resources: entry.resources,

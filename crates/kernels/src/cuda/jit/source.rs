@@ -27,6 +27,7 @@ macro_rules! unit {
 const HEADERS: &[(&str, &str)] = &[
     // From the bottom up.
     file!("ptx.cuh"),
+    file!("hopper.cuh"),
     file!("list.cuh"),
     file!("gather.cuh"),
     file!("finish.cuh"),
@@ -38,11 +39,14 @@ const HEADERS: &[(&str, &str)] = &[
     file!("scores.cuh"),
     file!("sparse.cuh"),
     // For a host compiler alone.
-    (EMULATED, include_str!("../emulator/emulated.hpp")),
+    ("emulated.hpp", include_str!("../emulator/emulated.hpp")),
+    ("emulated_hopper.hpp", include_str!("../emulator/emulated_hopper.hpp")),
 ];
 
-/// What `ptx.cuh` includes for a host compiler alone.
-pub(super) const EMULATED: &str = "emulated.hpp";
+/// Whether a header is for a host compiler alone.
+pub(super) fn is_emulated(name: &str) -> bool {
+    name.ends_with(".hpp")
+}
 
 /// The name under which a unit includes its user's code.
 pub(super) const SNIPPET: &str = "snippet.cuh";

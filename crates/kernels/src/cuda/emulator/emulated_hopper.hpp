@@ -1,0 +1,168 @@
+// hopper.cuh's names for a host compiler. Stricter than a device: a product reads its operands and writes its sums when it is
+// waited for and not before; copies that a mark stands for land when nothing else can go on.
+#pragma once
+
+namespace emulated {
+
+// What is in a Mark: arrivals in a phase, those that are missing, and the phase.
+struct Phase {
+    u16 count, missing;
+    u32 phase;  // MARKED + 0, 1, 2 ..
+};
+static_assert(sizeof(Phase) == 8, "as Mark");
+constexpr u32 MARKED = 0x4d000000;
+
+static inline Phase* phase_of(Mark* mark) {
+    Phase* phase = reinterpret_cast<Phase*>(mark);
+    if (phase->phase >> 24 != MARKED >> 24) fail("a mark that was not made");
+    return phase;
+}
+static inline void arrive(void* mark) {
+    Phase* phase = phase_of(static_cast<Mark*>(mark));
+    if (--phase->missing == 0) {
+        phase->missing = phase->count;
+        phase->phase++;
+    }
+}
+
+template <class T>
+static double half_of(u16 bits) {
+    return to_float(T{bits});
+}
+
+// Element (i, k) of an operand, i along M or N.
+static inline u16 element_of(u64 desc, bool mn, u32 i, u32 k) {
+    u32 leading = u32(desc >> 16 & 0x3fff) << 4, stride = u32(desc >> 32 & 0x3fff) << 4, at = u32(desc & 0x3fff) << 4;
+    at += mn ? i / 64 * leading + k / 8 * stride + k % 8 * 128 + i % 64 * 2 : i / 8 * stride + i % 8 * 128 + k * 2;
+    at ^= (at >> 7 & 7) << 4;
+    if (at + 2 > now->block->shared_bytes) fail("a product reads beyond shared memory");
+    u16 bits;
+    std::memcpy(&bits, now->block->shared + at, 2);
+    return bits;
+}
+
+static inline void multiply(const Pending& one) {
+    u32 lane = now->id % 32, warp = now->id / 32 % 4, g = lane / 4, t = lane % 4;
+    double a[2][16];
+    for (u32 r = 0; r < 2; r++) {
+        for (u32 k = 0; k < 16; k++) {
+            if (!one.registers) {
+                a[r][k] = one.half(element_of(one.a, one.a_mn, 16 * warp + g + 8 * r, k));
+            }
+        }
+    }
+    if (one.registers) {
+        auto all = exchange(PRODUCT, one.words, 4);
+        for (u32 r = 0; r < 2; r++) {
+            for (u32 k = 0; k < 16; k++) {
+                a[r][k] = one.half(u16(all[4 * g + k % 8 / 2][r + 2 * (k / 8)] >> 16 * (k % 2)));
+            }
+        }
+    }
+    for (u32 j = 0; j < one.n / 8; j++) {
+        for (u32 c = 0; c < 2; c++) {
+            double sum[2] = {0, 0};
+            for (u32 k = 0; k < 16; k++) {
+                double b = one.half(element_of(one.b, one.b_mn, 8 * j + 2 * t + c, k));
+                sum[0] += a[0][k] * b, sum[1] += a[1][k] * b;
+            }
+            for (u32 r = 0; r < 2; r++) {
+                float& d = one.d[4 * j + 2 * r + c];
+                d = float((one.add ? d : 0.0) + sum[r]);
+            }
+        }
+    }
+}
+
+template <class T>
+static inline void product(float* d, u32 n, const u32* words, u64 a, u64 b, bool a_mn, bool b_mn, bool add) {
+    Pending one{d, n, {0, 0, 0, 0}, a, b, words != nullptr, a_mn, b_mn, add, &half_of<T>};
+    if (words) std::memcpy(one.words, words, sizeof one.words);
+    now->products.back().push_back(one);
+}
+
+static inline void stmatrix(void* row, const u32 (&r)[4], bool transposed) {
+    if (reinterpret_cast<size_t>(row) % 16) fail("stmatrix of a row that is not 16-byte aligned");
+    u64 at = reinterpret_cast<u64>(row);
+    u32 words[6] = {u32(at), u32(at >> 32), r[0], r[1], r[2], r[3]};
+    auto all = exchange(STMATRIX, words, 6);
+    u32 lane = now->id % 32;
+    for (u32 i = 0; i < 4; i++) {
+        for (u32 c = 0; c < 2; c++) {
+            u32 y = lane / 4, x = 2 * (lane % 4) + c;
+            u32 to = transposed ? x : y, column = transposed ? y : x;
+            const u32* of = all[8 * i + to];
+            reinterpret_cast<u16*>(u64(of[0]) | u64(of[1]) << 32)[column] = u16(r[i] >> 16 * c);
+        }
+    }
+    exchange(STMATRIX, words, 0);
+}
+
+}  // namespace emulated
+
+DEVICE void mark_init(Mark* mark, u32 count) {
+    emulated::Phase phase{u16(count), u16(count), emulated::MARKED};
+    std::memcpy(mark, &phase, sizeof phase);
+}
+DEVICE void marks_ready() {}
+DEVICE void mark_arrive(Mark* mark) { emulated::arrive(mark); }
+DEVICE void mark_arrive_after_copies(Mark* mark) {
+    emulated::phase_of(mark);
+    emulated::Fiber* self = emulated::now;
+    std::vector<emulated::Copy> copies;
+    for (auto& group : self->groups) copies.insert(copies.end(), group.begin(), group.end());
+    copies.insert(copies.end(), self->open.begin(), self->open.end());
+    self->groups.clear(), self->open.clear();
+    self->block->late.push_back({std::move(copies), mark, &emulated::arrive});
+}
+DEVICE void mark_wait(Mark* mark, u32 parity) {
+    emulated::Phase* phase = emulated::phase_of(mark);
+    while ((phase->phase & 1) == parity) emulated::wait_until_changed(&phase->phase, phase->phase);
+}
+DEVICE void named_arrive(u32 id, u32 count) { emulated::barrier_arrive(id, count); }
+
+DEVICE u32 group_index() { return thread_x() / 128; }
+template <u32 N>
+DEVICE void registers_more() {
+    static_assert(N % 8 == 0 && N >= 24 && N <= 256, "registers come in eights");
+}
+template <u32 N>
+DEVICE void registers_fewer() {
+    static_assert(N % 8 == 0 && N >= 24 && N <= 256, "registers come in eights");
+}
+DEVICE void async_fence() {}
+DEVICE void wgmma_fence() {}
+DEVICE void wgmma_commit() { emulated::now->products.emplace_back(); }
+template <u32 N>
+DEVICE void wgmma_wait() {
+    auto& batches = emulated::now->products;
+    // The last one is open.
+    while (batches.size() > N + 1) {
+        for (const emulated::Pending& one : batches.front()) emulated::multiply(one);
+        batches.erase(batches.begin());
+    }
+}
+template <u32 N>
+DEVICE void pin(float (&)[N]) {}
+template <class T, u32 N, bool A_MN, bool B_MN>
+DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, bool add) {
+    emulated::product<T>(d, N, nullptr, a, b, A_MN, B_MN, add);
+}
+template <class T, u32 N, bool B_MN>
+DEVICE void wgmma_rs(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add) {
+    emulated::product<T>(d, N, a, 0, b, false, B_MN, add);
+}
+DEVICE void stmatrix_x4(void* row, const u32 (&r)[4]) { emulated::stmatrix(row, r, false); }
+DEVICE void stmatrix_x4_trans(void* row, const u32 (&r)[4]) { emulated::stmatrix(row, r, true); }
+DEVICE u32 shared_address(const void* at) {
+    return u32(static_cast<const u8*>(at) - emulated::now->block->shared);
+}
+DEVICE u32 halves_of_e4m3(u16 two) {
+    auto half = [](u8 v) -> u32 {
+        u32 sign = u32(v & 0x80) << 8, exponent = v >> 3 & 15, mantissa = v & 7;
+        if (exponent == 15 && mantissa == 7) return sign | 0x7fff;
+        if (exponent > 0) return sign | (exponent + 8) << 10 | mantissa << 7;
+        return sign | from_float<F16>(float(mantissa) * 0.001953125f).bits;
+    };
+    return half(u8(two)) | half(u8(two >> 8)) << 16;
+}
