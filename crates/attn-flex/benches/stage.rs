@@ -9,7 +9,7 @@ use mstar_attn_flex::{DType, FlexAttention, FlexOptions};
 use mstar_core::attend::{AttnGeometry, BuildContext, Softmax};
 use mstar_core::kv::{KvConfig, KvLayout, RingCache, RingConfig, RingGeometry, RingKv};
 use mstar_core::resource::{Ingest, StepContext};
-use mstar_core::spec::{Fallback, Schedule};
+use mstar_core::spec::{Fallback, KernelFamily, Schedule};
 use mstar_core::step::{Declaration, RingSegment, RingStep};
 use mstar_core::{Label, Outcome, PlanId, RequestId, Resource, Slot, Step, StepSerial};
 use mstar_kernels::{Buffer, Stream};
@@ -40,6 +40,7 @@ fn stage(c: &mut Criterion) {
             slots: 1,
             largest: None,
             schedule: Schedule::Invariant,
+            kernels: KernelFamily::Auto,
             fallback: Fallback::Refuse,
         },
         FlexOptions::default(),

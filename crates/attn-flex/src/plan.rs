@@ -68,7 +68,7 @@ impl Plan {
         let workers = options.threads();
         let target = Target::of(options.device);
         let pad_to = self.captured[0].then_some(mask.blocks().q_len);
-        let how = ScheduleOptions { workers, cascade: false, pad_to, target };
+        let how = ScheduleOptions { workers, cascade: false, pad_to, target, ..ScheduleOptions::default() };
         schedule(geometry, &mask.blocks(), &how, &mut self.work)?;
         self.geometry = *geometry;
         (self.rule, self.q_offset) = (mask.rule().clone(), mask.q_offset());

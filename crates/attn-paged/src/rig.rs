@@ -7,7 +7,7 @@ use mstar_core::attend::{AttnGeometry, BuildContext, Softmax};
 use mstar_core::graph::Bucket;
 use mstar_core::kv::{KvConfig, KvEntries, KvLayout, KvPlan, PagedKv, PagedKvCache};
 use mstar_core::resource::{EngineOptions, PaddedShape};
-use mstar_core::spec::{Fallback, Schedule};
+use mstar_core::spec::{Fallback, KernelFamily, Schedule};
 use mstar_core::step::{AttentionStep, Declaration, KvStep};
 use mstar_core::{
     AttnOut, Engine, Ingest, Label, PlanId, PlannedStep, Query, RequestId, Resource, Segment, Step,
@@ -74,6 +74,7 @@ pub(crate) fn context(name: &str, kv: &Arc<PagedKvCache>, softmax: &Softmax) -> 
         slots: 2,
         largest: None,
         schedule: Schedule::Invariant,
+        kernels: KernelFamily::Auto,
         fallback: Fallback::Refuse,
     }
 }

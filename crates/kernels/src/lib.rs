@@ -44,6 +44,7 @@ pub mod dtype;
 pub mod error;
 #[cfg(feature = "flex")]
 pub mod flex;
+pub mod kernels;
 pub mod lse;
 #[cfg(feature = "mla")]
 pub mod mla;
@@ -66,6 +67,7 @@ pub use copy::{copy, copy_async, fill};
 pub use device::Device;
 pub use dtype::{DType, Element};
 pub use error::{Error, Result};
+pub use kernels::Kernels;
 pub use staged::Staged;
 pub use stream::Stream;
 pub use view::{Dims, TensorMut, TensorRef};

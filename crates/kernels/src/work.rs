@@ -13,6 +13,7 @@
 
 use bytemuck::{Pod, Zeroable};
 
+use crate::Kernels;
 use crate::Result;
 use crate::Stream;
 use crate::paged::{Geometry, Stored, Target, Variant};
@@ -217,6 +218,8 @@ pub struct WorkList {
     pub(crate) blocks: Blocks,
     /// For whom it was cut.
     pub(crate) target: Target,
+    /// Which kernels are to run it, on a device.
+    pub(crate) kernels: Kernels,
     /// Of a list cut for a device: items of few query vectors, which come first.
     pub(crate) few: usize,
     /// Whether it is made again for batches of the same shape, over which a captured run goes.
@@ -262,6 +265,7 @@ impl Default for WorkList {
             segments: Segments::default(),
             blocks: Blocks::default(),
             target: Target::Threads,
+            kernels: Kernels::Auto,
             few: 0,
             fixed: false,
             staged: Default::default(),

@@ -47,7 +47,13 @@ impl DensePlanner {
             SpecSchedule::Throughput => Schedule::Throughput,
             _ => Schedule::Invariant,
         };
-        let options = PlanOptions { schedule, cascade: false, device: cx.device(), ..PlanOptions::default() };
+        let options = PlanOptions {
+            schedule,
+            cascade: false,
+            device: cx.device(),
+            kernels: cx.kernels,
+            ..PlanOptions::default()
+        };
         let (softmax, page_size) = (attn.softmax.clone(), attn.page_size);
         let planner = DensePlanner { geometry, softmax, source, page_size, options };
         planner.variant(true).check()?;

@@ -9,7 +9,7 @@ use mstar_core::attend::{AttnGeometry, BuildContext, Softmax, StepShape};
 use mstar_core::graph::Bucket;
 use mstar_core::kv::{KvConfig, KvEntries, KvLayout, KvPlan, LayerView, PagedKv, PagedKvCache};
 use mstar_core::resource::{EngineOptions, PaddedShape};
-use mstar_core::spec::{Fallback, Schedule};
+use mstar_core::spec::{Fallback, KernelFamily, Schedule};
 use mstar_core::step::{Declaration, Fork, KvStep};
 use mstar_core::{
     AttnOut, Engine, Ingest, Label, PlanId, PlannedStep, Query, RequestId, Resource, Segment, Step,
@@ -75,6 +75,7 @@ pub(crate) fn build_context(kv: &Arc<PagedKvCache>, largest: Option<StepShape>) 
         slots: 2,
         largest,
         schedule: Schedule::Invariant,
+        kernels: KernelFamily::Auto,
         fallback: Fallback::Refuse,
     }
 }

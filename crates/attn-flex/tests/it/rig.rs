@@ -6,7 +6,7 @@ use mstar_attn_flex::{DType, FlexAttention, FlexOptions, Stream, TensorMut, Tens
 use mstar_core::attend::{AttnGeometry, BuildContext, Softmax};
 use mstar_core::kv::{KvConfig, KvEntries, KvLayout, RingCache, RingConfig, RingGeometry, RingKv};
 use mstar_core::resource::Ingest;
-use mstar_core::spec::{Fallback, Schedule};
+use mstar_core::spec::{Fallback, KernelFamily, Schedule};
 use mstar_core::step::{Declaration, RingSegment, RingStep};
 use mstar_core::{AttnOut, Engine, Label, PlanId, PlannedStep, Query, RequestId, Resource, Step, attend};
 
@@ -65,6 +65,7 @@ pub(crate) fn context(ring: Option<Arc<dyn RingKv>>, softmax: Softmax) -> BuildC
         slots: 2,
         largest: None,
         schedule: Schedule::Invariant,
+        kernels: KernelFamily::Auto,
         fallback: Fallback::Refuse,
     }
 }

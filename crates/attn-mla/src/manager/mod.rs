@@ -79,8 +79,10 @@ impl OverPages for MlaAttention {
     /// Pages of the second layer on are projected from what this resource computed, so everything that changes its
     /// numbers is part of what they depend on.
     fn identity(&self) -> Option<Fingerprint> {
-        let MlaPlanner { geometry, sm_scale, .. } = self.plans.planner();
-        let text = format!("mla {geometry:?} causal {} {:08x}", self.options.causal, sm_scale.to_bits());
+        let MlaPlanner { geometry, sm_scale, options } = self.plans.planner();
+        let kernels = options.kernels.name();
+        let text =
+            format!("mla {geometry:?} causal {} {:08x} {kernels}", self.options.causal, sm_scale.to_bits());
         Some(Fingerprint(text.into_bytes()))
     }
 

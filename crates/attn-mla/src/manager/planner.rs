@@ -18,7 +18,7 @@ use crate::{
 pub struct MlaPlanner {
     pub(super) geometry: Geometry,
     pub(super) sm_scale: f32,
-    options: PlanOptions,
+    pub(super) options: PlanOptions,
 }
 
 impl MlaPlanner {
@@ -50,7 +50,13 @@ impl MlaPlanner {
             SpecSchedule::Throughput => Schedule::Throughput,
             _ => Schedule::Invariant,
         };
-        let options = PlanOptions { schedule, cascade, device: cx.device(), ..PlanOptions::default() };
+        let options = PlanOptions {
+            schedule,
+            cascade,
+            device: cx.device(),
+            kernels: cx.kernels,
+            ..PlanOptions::default()
+        };
         Ok(MlaPlanner { geometry, sm_scale: softmax.sm_scale, options })
     }
 

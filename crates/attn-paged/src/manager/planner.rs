@@ -56,7 +56,13 @@ impl PagedPlanner {
             SpecSchedule::Throughput => Schedule::Throughput,
             _ => Schedule::Invariant,
         };
-        let options = PlanOptions { schedule, cascade, device: cx.device(), ..PlanOptions::default() };
+        let options = PlanOptions {
+            schedule,
+            cascade,
+            device: cx.device(),
+            kernels: cx.kernels,
+            ..PlanOptions::default()
+        };
         let softmax = attn.softmax.clone();
         let on = |values: &Option<Arc<[f32]>>| {
             values.as_deref().map(|values| HeadValues::on(&cx.stream, values)).transpose()

@@ -9,7 +9,7 @@ use mstar_core::attend::{
 use mstar_core::graph::Bucket;
 use mstar_core::kv::{KvConfig, KvEntries, KvLayout, PagedKv, PagedKvCache};
 use mstar_core::resource::PaddedShape;
-use mstar_core::spec::{Fallback, Faults, Node, Place, Schedule};
+use mstar_core::spec::{Fallback, Faults, KernelFamily, Node, Place, Schedule};
 use mstar_core::step::{Declaration, KvStep};
 use mstar_core::{Attention, AttnOut, Engine, Ingest, Query, Resource, Segment, Step};
 
@@ -39,6 +39,7 @@ fn model(pages: usize) -> (Engine, Arc<dyn Attention>) {
             slots: 2,
             largest: None,
             schedule: Schedule::Invariant,
+            kernels: KernelFamily::Auto,
             fallback: Fallback::Refuse,
         })
         .unwrap();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use mstar_core::attend::{AttnGeometry, BuildContext, Softmax, attend};
 use mstar_core::kv::{KvConfig, KvEntries, KvLayout, PagedKv, PagedKvCache};
-use mstar_core::spec::{Fallback, Faults, Node, Schedule};
+use mstar_core::spec::{Fallback, Faults, KernelFamily, Node, Schedule};
 use mstar_core::step::{Declaration, Fork, KvStep};
 use mstar_core::{Attention, AttnOut, Engine, Ingest, Query, Resource, Segment, Step};
 use mstar_kernels::{DType, Stream, TensorMut, TensorRef};
@@ -34,6 +34,7 @@ fn built(backend: &str, causal: &str, kv: &Arc<PagedKvCache>) -> Arc<dyn Attenti
         slots: 1,
         largest: None,
         schedule: Schedule::Invariant,
+        kernels: KernelFamily::Auto,
         fallback: Fallback::Refuse,
     };
     options.expect("no fault was found").build(&cx).expect("served")

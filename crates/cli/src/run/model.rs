@@ -89,6 +89,7 @@ impl Model {
                 slots,
                 largest,
                 schedule: spec.schedule,
+                kernels: spec.kernels,
                 fallback: spec.fallback,
             };
             match &resource.kind {
@@ -212,9 +213,17 @@ impl Model {
 
 /// Why the kernels that a spec asks for do not run on a device; the CPU has a family of its own.
 pub(crate) fn kernels_missing(family: KernelFamily, device: Device) -> Option<String> {
-    let missing = family == KernelFamily::Wgmma && device != Device::Cpu;
-    missing
-        .then(|| "kernels: expected auto or mma, got wgmma, of which there are none yet; write auto".into())
+    let Device::Cuda(ordinal) = device else { return None };
+    let driver = mstar_kernels::cuda::driver().ok()?;
+    let card = driver.cards.get(ordinal as usize)?;
+    missing_on(family, card.compute_capability)
+}
+
+fn missing_on(family: KernelFamily, (major, minor): (i32, i32)) -> Option<String> {
+    let missing = family == KernelFamily::Wgmma && (major, minor) != (9, 0);
+    missing.then(|| {
+        format!("kernels: wgmma runs on sm_90 alone, and the device is sm_{major}{minor}; write auto or mma")
+    })
 }
 
 /// The ring called `name`.
@@ -294,14 +303,13 @@ mod tests {
 
     #[test]
     fn a_family_that_is_not_there_is_refused_where_it_would_run() {
-        let said = kernels_missing(KernelFamily::Wgmma, Device::Cuda(0)).unwrap();
-        assert!(said.contains("kernels") && said.contains("wgmma") && said.contains("auto"), "{said}");
-        for (family, device) in [
-            (KernelFamily::Wgmma, Device::Cpu),
-            (KernelFamily::Mma, Device::Cuda(0)),
-            (KernelFamily::Auto, Device::Cuda(0)),
-        ] {
-            assert_eq!(kernels_missing(family, device), None);
+        for card in [(8, 0), (8, 9), (10, 0)] {
+            let said = missing_on(KernelFamily::Wgmma, card).unwrap();
+            assert!(said.contains("kernels") && said.contains("wgmma") && said.contains("auto"), "{said}");
+            assert_eq!(missing_on(KernelFamily::Mma, card), None);
+            assert_eq!(missing_on(KernelFamily::Auto, card), None);
         }
+        assert_eq!(missing_on(KernelFamily::Wgmma, (9, 0)), None);
+        assert_eq!(kernels_missing(KernelFamily::Wgmma, Device::Cpu), None);
     }
 }

@@ -10,7 +10,7 @@ use mstar_kernels::{DType, Device, Stream};
 
 use super::{Attention, SparseFactory};
 use crate::kv::{KvConfig, KvLayout, PagedKv, RingKv};
-use crate::spec::{Fallback, Faults, Node, Schedule};
+use crate::spec::{Fallback, Faults, KernelFamily, Node, Schedule};
 use crate::{ResourceName, Result};
 
 /// A backend as a spec asks for it.
@@ -157,6 +157,8 @@ pub struct BuildContext {
     pub largest: Option<StepShape>,
     /// What the scheduler may change.
     pub schedule: Schedule,
+    /// Which kernels run on a device.
+    pub kernels: KernelFamily,
     /// What becomes of a shape that no kernel takes.
     pub fallback: Fallback,
 }

@@ -91,15 +91,7 @@ pub enum Fallback {
 }
 
 /// `kernels`: which CUDA family runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KernelFamily {
-    /// The best for the card.
-    Auto,
-    /// `mma.sync`, for sm_80 and up.
-    Mma,
-    /// `wgmma` and TMA, for sm_90a.
-    Wgmma,
-}
+pub use mstar_kernels::Kernels as KernelFamily;
 
 /// `graph`: the fixed shapes that decode steps are padded to.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use crate::mutant::planted;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, WorkList};
-use crate::{Device, Error, Result};
+use crate::{Device, Error, Kernels, Result};
 
 use super::cascade::Cascade;
 use super::family::latent_tokens;
@@ -47,6 +47,8 @@ pub struct ScheduleOptions {
     pub pad_to: Option<usize>,
     /// Who will execute the list.
     pub target: Target,
+    /// Which kernels are to run it, on a device.
+    pub kernels: Kernels,
 }
 
 /// Who executes a work list, and so how finely it is cut. A row's leaves and families are the same for both.
@@ -69,7 +71,13 @@ impl Target {
 impl Default for ScheduleOptions {
     fn default() -> ScheduleOptions {
         let target = Target::Threads;
-        ScheduleOptions { workers: rayon::current_num_threads(), cascade: true, pad_to: None, target }
+        ScheduleOptions {
+            workers: rayon::current_num_threads(),
+            cascade: true,
+            pad_to: None,
+            target,
+            kernels: Kernels::Auto,
+        }
     }
 }
 
@@ -161,6 +169,7 @@ impl WorkList {
     /// Cuts the rows that are there into items.
     pub(crate) fn cut(&mut self, options: &ScheduleOptions) {
         self.target = options.target;
+        self.kernels = options.kernels;
         self.fixed = options.pad_to.is_some();
         if options.target == Target::Blocks {
             return super::cut_blocks::cut(self);

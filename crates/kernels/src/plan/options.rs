@@ -1,6 +1,6 @@
 //! The choices of a plan.
 
-use crate::Device;
+use crate::{Device, Kernels};
 
 /// How far the schedule may go for speed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -25,7 +25,7 @@ pub struct Capacity {
     pub pages: usize,
 }
 
-/// Choices of a plan that change no result.
+/// Choices of a plan that change no result, unless they say so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PlanOptions {
     /// How far the schedule may go for speed.
@@ -36,6 +36,8 @@ pub struct PlanOptions {
     pub cascade: bool,
     /// Where the plan runs. Making a plan asks nothing of the device; [`Plan::stage`](super::Plan::stage) does.
     pub device: Device,
+    /// Which kernels are to run it, on a device. This changes bits: families round in their own order.
+    pub kernels: Kernels,
     /// A fixed shape to pad to; `None` plans each batch as it is.
     pub capacity: Option<Capacity>,
 }
@@ -47,6 +49,7 @@ impl Default for PlanOptions {
             workers: 0,
             cascade: true,
             device: Device::Cpu,
+            kernels: Kernels::Auto,
             capacity: None,
         }
     }

@@ -12,7 +12,7 @@ use mstar_core::attend::{AttnGeometry, BuildContext, Softmax};
 use mstar_core::graph::Bucket;
 use mstar_core::kv::{KvConfig, KvEntries, KvLayout, KvPlan, PagedKv, PagedKvCache};
 use mstar_core::resource::PaddedShape;
-use mstar_core::spec::{Fallback, Schedule};
+use mstar_core::spec::{Fallback, KernelFamily, Schedule};
 use mstar_core::step::{Declaration, KvStep};
 use mstar_core::{
     AttnOut, Engine, Ingest, Label, PlanId, PlannedStep, Query, RequestId, Resource, Segment, Step,
@@ -74,6 +74,7 @@ fn build_context(name: &str, kv: &Arc<PagedKvCache>, softmax: Softmax) -> BuildC
         slots: 2,
         largest: None,
         schedule: Schedule::Invariant,
+        kernels: KernelFamily::Auto,
         fallback: Fallback::Refuse,
     }
 }

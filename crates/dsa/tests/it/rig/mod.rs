@@ -14,7 +14,7 @@ use mstar_core::attend::{
 use mstar_core::graph::Bucket;
 use mstar_core::kv::{KvConfig, KvEntries, KvLayout, KvPlan, PagedKv, PagedKvCache};
 use mstar_core::resource::{EngineOptions, PaddedShape};
-use mstar_core::spec::{Fallback, Schedule};
+use mstar_core::spec::{Fallback, KernelFamily, Schedule};
 use mstar_core::step::{Declaration, KvStep};
 use mstar_core::{Engine, Forward, Ingest, Label, PlanId, PlannedStep, RequestId, Resource, Segment, Step};
 use mstar_dsa::DsaManager;
@@ -106,6 +106,7 @@ impl Setup {
             slots: 2,
             largest: self.largest,
             schedule: Schedule::Invariant,
+            kernels: KernelFamily::Auto,
             fallback: Fallback::Refuse,
         }
     }

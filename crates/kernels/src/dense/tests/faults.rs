@@ -8,8 +8,13 @@ use crate::testing::on_every_isa;
 use crate::work::WorkList;
 use crate::{DType, Error, Stream, TensorMut, TensorRef};
 
-const OPTIONS: ScheduleOptions =
-    ScheduleOptions { workers: 2, cascade: true, pad_to: None, target: crate::paged::Target::Threads };
+const OPTIONS: ScheduleOptions = ScheduleOptions {
+    workers: 2,
+    cascade: true,
+    pad_to: None,
+    target: crate::paged::Target::Threads,
+    kernels: crate::Kernels::Auto,
+};
 
 fn geometry(d: usize) -> Geometry {
     Geometry {
