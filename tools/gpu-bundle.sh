@@ -175,8 +175,9 @@ for part in "$@"; do
             for test in tests/*; do
                 [ -x "$test" ] && [ -f "$test" ] || continue
                 ran=1
-                # The sanitizers' list is a part of its own.
-                step "$(basename "$test")" "${under[@]}" "$test" ${filter:+"$filter"} --nocapture --skip cuda::trials
+                # One by one: some hold a stream up, and a driver that loads a kernel for another waits until all streams have run.
+                # What holds of every family, and the sanitizers' list, are parts of their own.
+                step "$(basename "$test")" "${under[@]}" "$test" ${filter:+"$filter"} --nocapture --test-threads 1 --skip cuda::trials
                 # What holds of every family, where no test beside it holds a stream up.
                 [ "$(basename "$test")" != mstar_kernels ] ||
                     step trials "${under[@]}" "$test" "cuda::trials${filter:+::$filter}" --nocapture --skip every_variant_of_the_list_runs

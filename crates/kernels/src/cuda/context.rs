@@ -6,6 +6,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use super::api::{Api, Called, Failed, Handle, Paper, Properties, api};
 use super::jit::Target;
+use super::pinned::Pinned;
 use super::pool::Pool;
 use super::uses::Uses;
 use crate::buffer::MOST_DEVICES;
@@ -24,6 +25,7 @@ pub struct Context {
     service: Handle,
     /// Absent where the device has none.
     pool: Option<Pool>,
+    pinned: Pinned,
     uses: Uses,
     /// Streams that were given back, for whoever asks next.
     idle: Mutex<Vec<Handle>>,
@@ -126,6 +128,7 @@ impl Context {
             properties,
             service,
             pool,
+            pinned: Pinned::default(),
             uses: Uses::default(),
             idle: Mutex::new(Vec::new()),
             noted: Mutex::new(None),
@@ -277,6 +280,10 @@ impl Context {
 
     pub(super) fn pool(&self) -> Option<&Pool> {
         self.pool.as_ref()
+    }
+
+    pub(super) fn pinned(&self) -> &Pinned {
+        &self.pinned
     }
 
     pub(super) fn uses(&self) -> &Uses {

@@ -10,7 +10,8 @@ use crate::{Device, Result};
 pub(crate) struct Memory {
     context: &'static Context,
     ptr: NonNull<u8>,
-    pinned: bool,
+    /// Bytes of pinned memory; 0 for a device's own.
+    pinned: usize,
 }
 
 impl Memory {
@@ -28,7 +29,7 @@ impl Memory {
         let bytes = bytes.max(1);
         let ptr = context.take_memory(bytes)?;
         let ptr = NonNull::new(ptr).ok_or_else(|| context.out_of_memory(bytes))?;
-        Ok(Memory { context, ptr, pinned: false })
+        Ok(Memory { context, ptr, pinned: 0 })
     }
 
     /// `bytes` zero bytes of the host, which `device` reads and writes by itself.
@@ -43,16 +44,15 @@ impl Memory {
         if bytes > isize::MAX as usize {
             return Err(refused());
         }
-        let ptr = context.ask_for_memory(bytes, |api, raw| api.allocate_pinned(raw, bytes));
-        let ptr = ptr.map_err(|error| match error {
+        let (ptr, taken) = context.take_pinned(bytes).map_err(|error| match error {
             // Pinned memory is the host's.
             crate::Error::OutOfMemory { .. } => refused(),
             other => other,
         })?;
         let ptr = NonNull::new(ptr).ok_or_else(refused)?;
-        // SAFETY: the bytes were just allocated.
+        // SAFETY: the bytes were just taken, and no work uses them.
         unsafe { ptr.as_ptr().write_bytes(0, bytes) };
-        Ok(Memory { context, ptr, pinned: true })
+        Ok(Memory { context, ptr, pinned: taken })
     }
 
     pub(crate) fn ptr(&self) -> NonNull<u8> {
@@ -61,21 +61,21 @@ impl Memory {
 
     /// Where views of it are.
     pub(crate) fn device(&self) -> Device {
-        if self.pinned { Device::Cpu } else { self.context.device() }
+        if self.pinned > 0 { Device::Cpu } else { self.context.device() }
     }
 
     /// The device that it is pinned for.
     pub(crate) fn pinned_for(&self) -> Option<Device> {
-        self.pinned.then(|| self.context.device())
+        (self.pinned > 0).then(|| self.context.device())
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
         let ptr = self.ptr.as_ptr();
-        if self.pinned {
-            // SAFETY: allocated by this value, and freed once. The call waits for work that is under way.
-            self.context.ask_or_note(|api, raw| unsafe { api.free_pinned(raw, ptr) });
+        if self.pinned > 0 {
+            // SAFETY: taken by this value, and given back once; whoever puts work in here has told the context.
+            unsafe { self.context.give_pinned(ptr, self.pinned) };
         } else {
             // SAFETY: taken by this value, and given back once; whoever puts work in here has told the context.
             unsafe { self.context.give_memory(ptr) };

@@ -27,6 +27,7 @@ mod launch;
 mod memory;
 pub(crate) mod moves;
 pub mod peak;
+mod pinned;
 mod pool;
 mod queue;
 pub(crate) mod synth;

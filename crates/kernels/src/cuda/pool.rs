@@ -43,6 +43,11 @@ impl Pool {
         Ok(Pool { raw: api.create_pool(ordinal)?, freeing: api.create_stream(context, false)? })
     }
 
+    /// The stream that waits for whoever may use what is given back.
+    pub(super) fn freeing(&self) -> Handle {
+        self.freeing
+    }
+
     fn bytes(&self, api: &dyn Api) -> Called<Pooled> {
         api.pool_bytes(self.raw).map(|(held, used)| Pooled { held, used })
     }
@@ -139,11 +144,13 @@ impl Context {
         self.pool().map(|pool| self.ask(|api, _| pool.bytes(api))).transpose()
     }
 
-    /// Gives what the pool holds and nobody uses back to the device, for other programs and libraries.
+    /// Gives what the pool holds and nobody uses back to the device, for other programs and libraries, and pinned memory that is
+    /// kept back to the host, which waits for the device.
     ///
     /// # Errors
     /// [`Error::Cuda`](crate::Error::Cuda).
     pub fn trim(&self) -> Result<()> {
+        self.trim_pinned(0)?;
         match self.pool() {
             Some(pool) => self.ask(|api, _| api.trim_pool(pool.raw, 0)),
             None => Ok(()),

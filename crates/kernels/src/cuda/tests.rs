@@ -376,13 +376,23 @@ fn f19_planning_never_waits_for_the_stream() {
 }
 
 /// Holds a stream up; the gate that lets it go on.
+/// Held while a stream is held up: what is given back meanwhile waits for that stream too.
+static HOLDING_UP: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+/// No stream is held up while this is had.
+fn nothing_held_up() -> std::sync::MutexGuard<'static, ()> {
+    HOLDING_UP.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
 struct HeldUp {
+    _one: std::sync::MutexGuard<'static, ()>,
     open: mpsc::Sender<()>,
     passed: mpsc::Receiver<bool>,
 }
 
 impl HeldUp {
     fn new(stream: &Stream) -> HeldUp {
+        let one = nothing_held_up();
         let (open, gate) = mpsc::channel::<()>();
         let (tell, passed) = mpsc::channel();
         // So that what waits fails, and does not hang.
@@ -391,7 +401,7 @@ impl HeldUp {
             tell.send(opened).expect("the test waits for it");
         };
         call_host(stream, held).unwrap();
-        HeldUp { open, passed }
+        HeldUp { _one: one, open, passed }
     }
 
     /// Lets it go on. Nothing before waited for it, or it would have given up.

@@ -10,6 +10,7 @@ fn memory_is_zeroed_counted_and_given_back() {
     }
     // Tests run side by side, so only what is held here is counted: it is larger than all that they hold.
     const BYTES: usize = 64 << 20;
+    let _alone = LARGE_BLOCKS.lock();
     let before = allocated_bytes_on(DEVICE);
     let buffer = Buffer::zeroed_on(DEVICE, BYTES).unwrap();
     assert!(allocated_bytes_on(DEVICE) >= BYTES);
@@ -53,6 +54,13 @@ fn memory_that_is_not_there_is_an_error_with_numbers() {
 
 /// Tests run side by side, so the pool's numbers are others' too: these blocks are larger than all of theirs.
 const LARGE: usize = 96 << 20;
+/// Waits until what was given back serves again, as by itself it does once all work before has run.
+fn settle(context: &Context) {
+    let freeing = context.pool().expect("a device with pools").freeing();
+    // SAFETY: the stream is the pool's.
+    context.ask(|api, raw| unsafe { api.synchronize_stream(raw, freeing) }).unwrap();
+}
+
 /// Held by a test that takes large blocks.
 static LARGE_BLOCKS: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
@@ -61,14 +69,13 @@ fn freed_memory_serves_again_and_the_pool_does_not_grow() {
     let Some(context) = context() else { return };
     let Some(before) = context.pooled().unwrap() else { return };
     let _alone = LARGE_BLOCKS.lock();
+    let _free = nothing_held_up();
     let bench = Bench::new();
     for turn in 0..6 {
         let mut buffer = Buffer::zeroed_on(DEVICE, LARGE).unwrap();
         fill(&bench.stream(), buffer.tensor_mut(0, DType::U8, &[LARGE]).unwrap(), turn).unwrap();
         drop(buffer);
-        // A free's turn comes by itself once the work before it has run.
-        bench.stream().synchronize().unwrap();
-        std::thread::sleep(std::time::Duration::from_millis(if context.is_emulated() { 0 } else { 20 }));
+        settle(context);
     }
     let held = context.pooled().unwrap().expect("it had one").held;
     assert!(held < before.held + 2 * LARGE, "six blocks of {LARGE} bytes took {} more", held - before.held);
@@ -111,6 +118,49 @@ fn memory_is_taken_and_given_back_while_a_stream_is_held_up() {
     drop(others);
     held.let_go(&stream);
     assert_eq!(bench.read(), vec![0; WORDS]);
+    context.check().unwrap();
+}
+
+#[test]
+fn pinned_memory_is_given_back_while_a_stream_is_held_up_and_serves_again_cleared() {
+    let Some(context) = context() else { return };
+    if context.pooled().unwrap().is_none() {
+        return;
+    }
+    // Of a size that no other test asks for.
+    const BYTES: usize = 44 << 20;
+    let _alone = LARGE_BLOCKS.lock();
+    let bench = Bench::new();
+    let stream = bench.stream();
+    let pinned = || Buffer::pinned(DEVICE, BYTES).unwrap();
+    let mut target = Buffer::zeroed_on(DEVICE, 4 * WORDS).unwrap();
+    let mut source = pinned();
+    let at = source.as_ptr();
+    source.tensor_mut(0, DType::U8, &[BYTES]).unwrap().as_mut_slice::<u8>().unwrap().fill(3);
+    let held = HeldUp::new(&stream);
+    let to = target.tensor_mut(0, DType::U8, &[4 * WORDS]).unwrap();
+    let from = source.tensor(BYTES - 4 * WORDS, DType::U8, &[4 * WORDS]).unwrap();
+    // SAFETY: nobody writes the source while it is copied: given back, it serves another when the copy has run.
+    unsafe { copy_async(&stream, from, to) }.unwrap();
+    drop(source);
+    let other = pinned();
+    assert_ne!(other.as_ptr(), at, "it served again before its last use");
+    held.let_go(&stream);
+    let mut words = vec![0u8; 4 * WORDS];
+    let from = target.tensor(0, DType::U8, &[4 * WORDS]).unwrap();
+    copy(&stream, from, crate::TensorMut::from_slice(&mut words, &[4 * WORDS]).unwrap()).unwrap();
+    assert_eq!(words, vec![3; 4 * WORDS]);
+    let again = {
+        let _free = nothing_held_up();
+        settle(context);
+        pinned()
+    };
+    assert_eq!(again.as_ptr(), at, "what was given back serves again");
+    assert!(
+        again.tensor(0, DType::U8, &[BYTES]).unwrap().as_slice::<u8>().unwrap().iter().all(|&byte| byte == 0)
+    );
+    drop((again, other));
+    context.trim().unwrap();
     context.check().unwrap();
 }
 
@@ -178,7 +228,9 @@ fn memory_that_ran_out_leaves_everything_usable() {
     let mut bench = Bench::new();
     bench.write_pinned(8);
     bench.upload().unwrap();
-    let refused = Buffer::zeroed_on(DEVICE, context.free_memory().unwrap() + (1 << 20)).unwrap_err();
+    // What is free now may be more in a moment: others give back.
+    let _some = Buffer::zeroed_on(DEVICE, LARGE).unwrap();
+    let refused = Buffer::zeroed_on(DEVICE, context.memory_bytes() - LARGE / 2).unwrap_err();
     let text = refused.wanted_for("a test's pages").to_string();
     let total = context.memory_bytes();
     assert!(

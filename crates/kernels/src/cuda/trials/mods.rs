@@ -111,7 +111,7 @@ fn a_users_score_mod_is_a_snippet() {
         name: Cow::Borrowed("bias"),
         cpu: None,
         cuda: Some(CudaSnippet {
-            source: "if (k_idx % 11 == ints[0]) return -__builtin_inff();\n\
+            source: "if (k_idx % 11 == ints[0]) return -infinity();\n\
                      float s = score + floats[head * 7 + u32(k_idx) % 7] * (q_idx % 2 == 0 ? 1.0f : 0.5f);\n\
                      return s > 1.0f ? 1.0f : s;"
                 .into(),
