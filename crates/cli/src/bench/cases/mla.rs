@@ -53,8 +53,10 @@ pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
     let rows = if quick { 2 } else { 64 };
     let base = Rows { rows, q_len: 1, kv_len: short(16384), heads: 16, dtype: DType::Bf16, picks: 0 };
     #[cfg_attr(not(feature = "dsa"), allow(unused_mut))]
-    let mut cases =
-        vec![latent(base), latent(Rows { kv_len: short(4096), ..base }), latent(Rows { heads: 128, ..base })];
+    let mut cases = vec![latent(base), latent(Rows { kv_len: short(4096), ..base })];
+    cases.push(latent(Rows { rows: 1, kv_len: short(8192), ..base }));
+    cases.extend([64, 128].map(|heads| latent(Rows { heads, ..base })));
+    cases.push(latent(Rows { heads: 128, q_len: 2, ..base }));
     #[cfg(feature = "dsa")]
     for heads in [64, 128] {
         let heads = if quick { 16 } else { heads };
@@ -83,7 +85,7 @@ impl Rows {
         let Rows { rows, q_len, kv_len, heads, dtype, picks } = self;
         match (picks, q_len) {
             (0, 1) => format!("{rows} x {kv_len}, {heads} heads, {dtype}"),
-            (0, q_len) => format!("{q_len} of {kv_len}, {heads} heads, {dtype}"),
+            (0, q_len) => format!("{rows} x {q_len} of {kv_len}, {heads} heads, {dtype}"),
             (picks, _) => format!("{rows} x {picks} of {kv_len}, {heads} h"),
         }
     }

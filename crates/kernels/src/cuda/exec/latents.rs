@@ -4,7 +4,7 @@ use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
 use crate::paged::{LATENT_LANES, Stored};
 use crate::work::{Item, WorkList};
-use crate::{DType, paged};
+use crate::{DType, Kernels, paged};
 
 use super::Choice;
 use super::params::{Walk, number};
@@ -15,6 +15,9 @@ const KEYS: usize = 32;
 /// The widest latent and value that results and queries have room for.
 const MAX_DEPTH: usize = 640;
 const MAX_WIDTH: usize = 512;
+/// Query vectors and threads of a block of the Hopper's kernel.
+const WIDE_ROWS: usize = 64;
+const WIDE_THREADS: u32 = 384;
 /// Bytes of shared memory that a multiprocessor keeps of each block.
 const RESERVED: usize = 1024;
 
@@ -34,7 +37,41 @@ pub(super) fn choose(work: &WorkList, walk: Walk, context: &Context) -> Option<C
     let largest = items.iter().map(lanes).max().unwrap_or(0).max(heads);
     // Lists to come, which a captured run goes over, may have items of as many tokens as there can be.
     let most = largest.max((LATENT_LANES / heads).max(1) * heads);
-    variant(Key::new(Unit::LATENT, "latent_attend"), geometry, largest, most, context)
+    match work.kernels.settled() {
+        Kernels::Wgmma => wide(geometry, most, context),
+        Kernels::Auto | Kernels::Mma => None,
+    }
+    .or_else(|| variant(Key::new(Unit::LATENT, "latent_attend"), geometry, largest, most, context))
+}
+
+/// The Hopper's kernel for items of at most `most` query vectors; `None` on another card, and for what it does not take.
+fn wide(geometry: &paged::Geometry, most: usize, context: &Context) -> Option<Choice> {
+    let (depth, width) = (geometry.head_dim_qk, geometry.head_dim_vo);
+    let types = (geometry.q_dtype, geometry.kv_dtype);
+    if context.arch() != (9, 0)
+        || !matches!(types, (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16))
+        || width > MAX_WIDTH
+    {
+        return None;
+    }
+    let depth = depth.next_multiple_of(64);
+    let width = width.next_power_of_two().max(128);
+    let all = context.shared_per_block_optin() as usize;
+    let stages = (2..=4).rev().find(|&stages| wide_shared_bytes(depth, width, stages) <= all)?;
+    let sure = geometry.num_qo_heads.div_ceil(WIDE_ROWS);
+    let key = Key::new(Unit::LATENT_WIDE, "latent_wide")
+        .with("Q_TYPE", number(geometry.q_dtype))
+        .with("DEPTH", depth as i64)
+        .with("WIDTH", width as i64)
+        .with("STAGES", stages as i64)
+        .with("PIECES", most.div_ceil(WIDE_ROWS).next_multiple_of(sure) as i64);
+    Some(Choice { key, threads: WIDE_THREADS, shared: wide_shared_bytes(depth, width, stages) as u32 })
+}
+
+/// As `SHARED_BYTES` in `cu/latent_wide.cu`.
+fn wide_shared_bytes(depth: usize, width: usize, stages: usize) -> usize {
+    let block = 64 * 64 * 2;
+    depth / 64 * block + stages * (depth.max(width) / 64) * block + block + WIDE_ROWS * 4 + (2 * stages + 2) * 8
 }
 
 /// Blocks that can share an item of a kernel.

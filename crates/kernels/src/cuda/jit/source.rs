@@ -70,6 +70,8 @@ impl Unit {
     pub const TILE: Unit = unit!("tile.cu");
     /// Over latents.
     pub const LATENT: Unit = unit!("latent.cu");
+    /// Over latents, on a Hopper.
+    pub const LATENT_WIDE: Unit = unit!("latent_wide.cu");
 
     /// Index scores.
     pub const SCORES: Unit = unit!("scores.cu");
@@ -89,6 +91,7 @@ impl Unit {
         Unit::DECODE,
         Unit::TILE,
         Unit::LATENT,
+        Unit::LATENT_WIDE,
         Unit::SCORES,
         Unit::TOPK,
         Unit::QUANTISE,
