@@ -37,6 +37,15 @@ DEVICE void mark_wait(Mark* mark, u32 parity) {
                      : "memory");
     } while (!passed);
 }
+// Whether the phase of this parity has passed, without waiting.
+DEVICE bool mark_passed(Mark* mark, u32 parity) {
+    u32 passed;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(passed)
+                 : "r"(shared_address(mark)), "r"(parity)
+                 : "memory");
+    return passed;
+}
 // Arrives at a named barrier of `count` threads, where others wait, and goes on.
 DEVICE void named_arrive(u32 id, u32 count) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory"); }
 

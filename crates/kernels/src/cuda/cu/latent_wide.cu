@@ -1,215 +1,33 @@
 // Latent attention over a work list on a Hopper: 64 query vectors a block, by three warpgroups.
 //
-//   producer   gathers tiles of KEYS latents into a ring, 16 bytes a lane, and the block's queries
+//   producer   gathers tiles of latents into a ring, and the block's queries (latent_ring.cuh)
 //   first      scores, softmax, and the left half of the result's columns
 //   second     the right half, with weights and factors that the first leaves in shared memory
 //
-// Every head reads the same latents, and a latent's first lanes are its value: a tile in shared memory is the keys of one product
-// and the values of the other. Tiles lie at multiples of KEYS, so that what else a block works on changes no bit. Items of more
-// than 64 query vectors are cut into pieces, which read the same latents.
-//
-// Defines: Q_TYPE (1 bf16, 2 f16), DEPTH (lanes of a latent, padded to a multiple of 64), WIDTH (lanes of its value, padded to
-// 128, 256 or 512), STAGES (tiles of the ring), PIECES (of the largest item, a multiple of those that one token's heads make).
+// Defines: those of latent_ring.cuh, with ROWS 64.
 
-#include "finish.cuh"
-#include "gather.cuh"
-#include "hopper.cuh"
+#include "latent_ring.cuh"
 
-#if Q_TYPE == 1
-typedef Bf16 Element;
-#elif Q_TYPE == 2
-typedef F16 Element;
-#else
-#error "Q_TYPE is 1 (bf16) or 2 (f16)"
-#endif
-
-constexpr u32 THREADS = 384, GROUP = 128;
-constexpr u32 ROWS = 64, KEYS = 64;
-// A tile in shared memory: blocks of 64 rows and 64 lanes, rows of 128 bytes whose 16-byte pieces are turned by the row.
-constexpr u32 LANES = 64, PIECE = 8, BLOCK_BYTES = KEYS * LANES * 2;
-constexpr u32 COLUMNS = (DEPTH > WIDTH ? DEPTH : WIDTH) / LANES;
+constexpr u32 THREADS = 3 * GROUP;
 constexpr u32 HALF = WIDTH / 2, HALF_COLUMNS = HALF / LANES;
-constexpr u32 TILE_BYTES = COLUMNS * BLOCK_BYTES;
-constexpr u32 EIGHT_ROWS = 8 * LANES * 2;
-static_assert(DEPTH % LANES == 0 && (WIDTH == 128 || WIDTH == 256 || WIDTH == 512), "see above");
+static_assert(ROWS == 64, "rows of a product");
 
-constexpr u32 RING_AT = DEPTH / LANES * BLOCK_BYTES;
-constexpr u32 WEIGHTS_AT = RING_AT + STAGES * TILE_BYTES;
+constexpr u32 WEIGHTS_AT = AFTER_RING;
 constexpr u32 FACTORS_AT = WEIGHTS_AT + BLOCK_BYTES;
 constexpr u32 MARKS_AT = FACTORS_AT + ROWS * 4;
-constexpr u32 SHARED_BYTES = MARKS_AT + (2 * STAGES + 2) * 8;
+constexpr u32 SHARED_BYTES = MARKS_AT + sizeof(Marks);
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
 // Named barriers of both consumers: weights and factors are there; they may be written over.
 constexpr u32 READY = 1, FREE = 2;
 constexpr u32 CONSUMER_WARPS = 8;
 
-// What a block works on: up to 64 query vectors of an item, and the keys that they see.
-struct Unit {
-    Row row;
-    Output output;
-    u32 row_index, q_begin, first;
-    u32 lo, to;  // keys lo..to
-    u32 hi, H;
-    i64 before;  // keys that token 0 of the item sees under causality
-    bool causal;
-
-    // One past the last key that a lane of the item sees.
-    u32 limit(u32 lane) const {
-        return causal ? u32(least(most(before + i64(lane / H), i64(0)), i64(hi))) : hi;
-    }
-    u32 tile() const { return lo / KEYS; }
-    u32 tiles() const { return lo < to ? (to + KEYS - 1) / KEYS : lo / KEYS; }
-};
-
-// Calls `each(unit)` for what this block is to do, in one order for all its threads.
-template <class Each>
-DEVICE void walk(const Attend& p, Each each) {
-    const Image* image = p.image;
-    const Span span = items_of(p);
-    // Pieces that every item has are neighbours, so that the second finds the latents of the first nearby; those that only
-    // items of several tokens have come after all of them.
-    const u32 sure = (p.H + ROWS - 1) / ROWS, units = (span.end - span.begin) * sure;
-    NO_UNROLL
-    for (u32 at = block_x(); at < units / sure * PIECES; at += grid_x()) {
-        const Item item = items_of(image)[span.begin + at % units / sure];
-        const Member member = members_of(image)[item.member_begin];
-        Unit unit;
-        unit.row = rows_of(image)[member.row];
-        unit.output = output_of(p, item, member, unit.row);
-        unit.row_index = member.row, unit.q_begin = item.q_begin;
-        unit.first = (at / units * sure + at % sure) * ROWS;
-        if (unit.first >= unit.output.lanes) continue;
-        const Reach reach = reach_of(p, unit.row, item);
-        unit.lo = reach.lo, unit.hi = reach.hi, unit.H = p.H;
-        unit.causal = p.flags & CAUSAL;
-        // Query `i` of a row is at position kv_len - q_len + i.
-        unit.before = i64(unit.row.kv_len) - i64(unit.row.q_len) + i64(item.q_begin) + 1;
-        unit.to = unit.limit(least(unit.first + ROWS, unit.output.lanes) - 1);
-        each(unit);
-    }
-}
-
-struct Marks {
-    Mark full[STAGES], empty[STAGES], queries, queries_read;
-};
-
-// Where a tile of the ring is, and which turn of the ring it belongs to.
-struct Turn {
-    u32 slot, parity;
-    void next() {
-        slot += 1;
-        if (slot == STAGES) slot = 0, parity ^= 1;
-    }
-};
-
-// ---- producer ----
-
-// Eight lanes of a row, from lane `at` on: C of them lie at `a`, the others at `b`; null for a row of zeros.
-DEVICE void put(u8* to, const Element* a, const Element* b, u32 at, u32 C, u32 D, bool aligned) {
-    if (aligned) {
-        const bool there = a && at < D;
-        const Element* from = at < C ? a + at : b + (at - C);
-        cp_async_16(to, there ? from : reinterpret_cast<const Element*>(16), there);
-        return;
-    }
-    u32 words[4];
-    UNROLL
-    for (u32 i = 0; i < 4; i++) {
-        u32 pair = 0;
-        UNROLL
-        for (u32 e = 0; e < 2; e++) {
-            u32 lane_at = at + 2 * i + e;
-            if (a && lane_at < D) pair |= u32((lane_at < C ? a[lane_at] : b[lane_at - C]).bits) << (16 * e);
-        }
-        words[i] = pair;
-    }
-    store16(to, U4{words[0], words[1], words[2], words[3]});
-}
-
-DEVICE void announce(Mark* mark, bool aligned) {
-    if (aligned) {
-        mark_arrive_after_copies(mark);
-    } else {
-        async_fence();
-        mark_arrive(mark);
-    }
-}
-
-DEVICE void produce(const Attend& p, u8* shared, Marks& marks) {
-    const u32 thread = thread_x() % GROUP, C = p.Dv, D = p.D;
-    const bool aligned = (p.flags & ALIGNED) && C % 8 == 0 && D % 8 == 0;
-    // Eight lanes of the warp take a row of 128 bytes; a thread has every sixteenth row.
-    constexpr u32 TIMES = KEYS / (GROUP / PIECE);
-    const u32 row = thread / PIECE, piece = thread % PIECE;
-    const u32 at = row * LANES * 2 + (piece ^ (row % 8)) * 16;
-    Turn turn{0, 0};
-    u32 queries_parity = 0;
-    walk(p, [&](const Unit& unit) {
-        const Queries queries = queries_of<LATENTS>(p, unit.row, unit.q_begin, 0, sizeof(Element));
-        const Keys keys = keys_of<LATENTS>(p, unit.row_index, unit.row, 0, sizeof(Element));
-        const u32 begin = unit.tile(), end = unit.tiles();
-        NO_UNROLL
-        for (u32 tile = begin; tile < end; tile++) {
-            const Element* latents[TIMES];
-            UNROLL
-            for (u32 i = 0; i < TIMES; i++) {
-                const u32 key = tile * KEYS + row + i * (KEYS / TIMES);
-                latents[i] = nullptr;
-                if (key >= unit.lo && key < unit.to)
-                    latents[i] = reinterpret_cast<const Element*>(key_at<LATENTS>(keys, key).k);
-            }
-            mark_wait(&marks.empty[turn.slot], turn.parity ^ 1);
-            u8* to = shared + RING_AT + turn.slot * TILE_BYTES + at;
-            UNROLL
-            for (u32 block = 0; block < COLUMNS; block++)
-                UNROLL
-                for (u32 i = 0; i < TIMES; i++)
-                    put(to + block * BLOCK_BYTES + i * (BLOCK_BYTES / TIMES), latents[i], latents[i], block * LANES + piece * PIECE,
-                        D, D, aligned);
-            announce(&marks.full[turn.slot], aligned);
-            turn.next();
-            if (tile != begin) continue;
-
-            mark_wait(&marks.queries_read, queries_parity ^ 1);
-            NO_UNROLL
-            for (u32 i = 0; i < TIMES; i++) {
-                const u32 lane = unit.first + row + i * (ROWS / TIMES);
-                const Element *nope = nullptr, *pe = nullptr;
-                if (lane < unit.output.lanes) {
-                    const i64 token = lane / p.H, head = lane % p.H;
-                    nope = reinterpret_cast<const Element*>(queries.at) + token * queries.token + head * queries.head;
-                    pe = reinterpret_cast<const Element*>(queries.pe_at) + token * queries.pe_token + head * queries.pe_head;
-                }
-                NO_UNROLL
-                for (u32 block = 0; block < DEPTH / LANES; block++)
-                    put(shared + block * BLOCK_BYTES + i * (BLOCK_BYTES / TIMES) + at, nope, pe, block * LANES + piece * PIECE, C, D,
-                        aligned);
-            }
-            announce(&marks.queries, aligned);
-            queries_parity ^= 1;
-        }
-    });
-    cp_async_commit();
-    cp_async_wait<0>();
-}
-
-// ---- consumers ----
-
 // This thread's rows of a product: the first, and the one 8 below it.
 DEVICE u32 my_row() { return warp() % 4 * 16 + lane() / 4; }
-
-// The descriptor of what lies so many bytes behind; addresses never carry out of the lower word.
-DEVICE u64 after(u64 desc, u32 bytes) { return (desc & ~0xffffffffull) | (u32(desc) + (bytes >> 4)); }
 
 // Rows of values are the other product's columns: the left or right half of a tile's, 16 keys at a time.
 DEVICE u64 values_at(const u8* tile, u32 half) {
     return tile_desc(tile + half * HALF_COLUMNS * BLOCK_BYTES, BLOCK_BYTES, EIGHT_ROWS);
-}
-
-DEVICE void released(Mark* mark) {
-    warp_sync();
-    if (lane() == 0) mark_arrive(mark);
 }
 
 DEVICE void scaled(float (&sums)[HALF / 2], float upper, float lower) {
@@ -357,13 +175,20 @@ DEVICE void consume_first(const Attend& p, u8* shared, Marks& marks) {
             Mark* done = &marks.empty[turn.slot];
             turn.next();
             if (tile + 1 < end) {
-                // Scores of the next tile are asked for behind this one's values.
-                mark_wait(&marks.full[turn.slot], turn.parity);
+                // Scores of the next tile are asked for behind this one's values; where it has not come yet, this one's room is
+                // not to wait for it.
+                const bool there = mark_passed(&marks.full[turn.slot], turn.parity);
+                if (!there) {
+                    wgmma_wait<0>();
+                    pin(out);
+                    released(done);
+                    mark_wait(&marks.full[turn.slot], turn.parity);
+                }
                 async_fence();
                 ask(scores);
                 wgmma_wait<1>();
                 pin(out);
-                released(done);
+                if (there) released(done);
                 wgmma_wait<0>();
                 pin(scores);
             } else {
@@ -438,17 +263,7 @@ DEVICE void consume_second(const Attend& p, u8* shared, Marks& marks) {
 MSTAR_KERNEL(latent_wide, Attend, THREADS, 1) {
     SHARED(shared);
     Marks& marks = *reinterpret_cast<Marks*>(shared + MARKS_AT);
-    if (thread_x() == 0) {
-        UNROLL
-        for (u32 slot = 0; slot < STAGES; slot++) {
-            mark_init(&marks.full[slot], GROUP);
-            mark_init(&marks.empty[slot], CONSUMER_WARPS);
-        }
-        mark_init(&marks.queries, GROUP);
-        mark_init(&marks.queries_read, CONSUMER_WARPS / 2);
-        marks_ready();
-    }
-    block_sync();
+    start(marks, CONSUMER_WARPS, CONSUMER_WARPS / 2);
     const u32 group = group_index();
     if (group == 2) {
         registers_fewer<72>();

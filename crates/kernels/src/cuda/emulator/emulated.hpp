@@ -413,6 +413,7 @@ DEVICE U4 load16(const void* from) {
     return r;
 }
 DEVICE U4 load16_once(const void* from) { return load16(from); }
+DEVICE void prefetch_l2(const void*) {}
 DEVICE void store16(void* to, U4 v) {
     if (reinterpret_cast<size_t>(to) % 16) emulated::fail("store16 to an address that is not 16-byte aligned");
     std::memcpy(to, &v, 16);

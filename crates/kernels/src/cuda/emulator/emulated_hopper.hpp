@@ -119,6 +119,7 @@ DEVICE void mark_wait(Mark* mark, u32 parity) {
     emulated::Phase* phase = emulated::phase_of(mark);
     while ((phase->phase & 1) == parity) emulated::wait_until_changed(&phase->phase, phase->phase);
 }
+DEVICE bool mark_passed(Mark* mark, u32 parity) { return (emulated::phase_of(mark)->phase & 1) != parity; }
 DEVICE void named_arrive(u32 id, u32 count) { emulated::barrier_arrive(id, count); }
 
 DEVICE u32 group_index() { return thread_x() / 128; }

@@ -15,9 +15,6 @@ const KEYS: usize = 32;
 /// The widest latent and value that results and queries have room for.
 const MAX_DEPTH: usize = 640;
 const MAX_WIDTH: usize = 512;
-/// Query vectors and threads of a block of the Hopper's kernel.
-const WIDE_ROWS: usize = 64;
-const WIDE_THREADS: u32 = 384;
 /// Bytes of shared memory that a multiprocessor keeps of each block.
 const RESERVED: usize = 1024;
 
@@ -38,14 +35,15 @@ pub(super) fn choose(work: &WorkList, walk: Walk, context: &Context) -> Option<C
     // Lists to come, which a captured run goes over, may have items of as many tokens as there can be.
     let most = largest.max((LATENT_LANES / heads).max(1) * heads);
     match work.kernels.settled() {
-        Kernels::Wgmma => wide(geometry, most, context),
+        Kernels::Wgmma => hopper(geometry, largest, most, context),
         Kernels::Auto | Kernels::Mma => None,
     }
     .or_else(|| variant(Key::new(Unit::LATENT, "latent_attend"), geometry, largest, most, context))
 }
 
-/// The Hopper's kernel for items of at most `most` query vectors; `None` on another card, and for what it does not take.
-fn wide(geometry: &paged::Geometry, most: usize, context: &Context) -> Option<Choice> {
+/// The Hopper's kernel for items of mostly up to `usual` query vectors, at most `most`; `None` on another card, and for what there
+/// is none for.
+fn hopper(geometry: &paged::Geometry, usual: usize, most: usize, context: &Context) -> Option<Choice> {
     let (depth, width) = (geometry.head_dim_qk, geometry.head_dim_vo);
     let types = (geometry.q_dtype, geometry.kv_dtype);
     if context.arch() != (9, 0)
@@ -54,24 +52,33 @@ fn wide(geometry: &paged::Geometry, most: usize, context: &Context) -> Option<Ch
     {
         return None;
     }
-    let depth = depth.next_multiple_of(64);
-    let width = width.next_power_of_two().max(128);
+    let (depth, width) = (depth.next_multiple_of(64), width.next_power_of_two().max(128));
+    let (unit, entry, rows, threads) = match usual {
+        0..=16 => (Unit::LATENT_FEW, "latent_few", 16, 256),
+        17..=32 => (Unit::LATENT_FEW, "latent_few", 32, 256),
+        _ => (Unit::LATENT_WIDE, "latent_wide", 64, 384),
+    };
     let all = context.shared_per_block_optin() as usize;
-    let stages = (2..=4).rev().find(|&stages| wide_shared_bytes(depth, width, stages) <= all)?;
-    let sure = geometry.num_qo_heads.div_ceil(WIDE_ROWS);
-    let key = Key::new(Unit::LATENT_WIDE, "latent_wide")
+    let stages = (2..=4).rev().find(|&stages| hopper_shared(rows, depth, width, stages) <= all)?;
+    let sure = geometry.num_qo_heads.div_ceil(rows);
+    let key = Key::new(unit, entry)
         .with("Q_TYPE", number(geometry.q_dtype))
+        .with("ROWS", rows as i64)
         .with("DEPTH", depth as i64)
         .with("WIDTH", width as i64)
         .with("STAGES", stages as i64)
-        .with("PIECES", most.div_ceil(WIDE_ROWS).next_multiple_of(sure) as i64);
-    Some(Choice { key, threads: WIDE_THREADS, shared: wide_shared_bytes(depth, width, stages) as u32 })
+        .with("AHEAD", 1)
+        .with("PIECES", most.div_ceil(rows).next_multiple_of(sure) as i64);
+    Some(Choice { key, threads, shared: hopper_shared(rows, depth, width, stages) as u32 })
 }
 
-/// As `SHARED_BYTES` in `cu/latent_wide.cu`.
-fn wide_shared_bytes(depth: usize, width: usize, stages: usize) -> usize {
-    let block = 64 * 64 * 2;
-    depth / 64 * block + stages * (depth.max(width) / 64) * block + block + WIDE_ROWS * 4 + (2 * stages + 2) * 8
+/// As `SHARED_BYTES` in `cu/latent_few.cu`, or `cu/latent_wide.cu` for 64 rows: queries, tiles, weights, what warps tell each other,
+/// marks.
+fn hopper_shared(rows: usize, depth: usize, width: usize, stages: usize) -> usize {
+    const KEYS: usize = 64;
+    let told = if rows == 64 { rows * 4 } else { 2 * 4 * rows * 4 };
+    let tile = depth.next_multiple_of(64).max(width) * KEYS * 2;
+    rows * depth * 2 + stages * tile + rows * KEYS * 2 + told + (2 * stages + 2) * 8
 }
 
 /// Blocks that can share an item of a kernel.

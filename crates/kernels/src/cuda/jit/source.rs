@@ -34,6 +34,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("cap.cuh"),
     file!("mods.cuh"),
     file!("latent.cuh"),
+    file!("latent_ring.cuh"),
     file!("tile.cuh"),
     file!("table.cuh"),
     file!("scores.cuh"),
@@ -70,7 +71,9 @@ impl Unit {
     pub const TILE: Unit = unit!("tile.cu");
     /// Over latents.
     pub const LATENT: Unit = unit!("latent.cu");
-    /// Over latents, on a Hopper.
+    /// Over latents, on a Hopper: few query vectors an item, and more.
+    pub const LATENT_FEW: Unit = unit!("latent_few.cu");
+    /// As before.
     pub const LATENT_WIDE: Unit = unit!("latent_wide.cu");
 
     /// Index scores.
@@ -91,6 +94,7 @@ impl Unit {
         Unit::DECODE,
         Unit::TILE,
         Unit::LATENT,
+        Unit::LATENT_FEW,
         Unit::LATENT_WIDE,
         Unit::SCORES,
         Unit::TOPK,

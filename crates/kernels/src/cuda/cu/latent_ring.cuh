@@ -1,0 +1,256 @@
+// What the Hopper's kernels over latents share: what a block works on, and the warpgroup that gathers latents into a ring of tiles.
+//
+// Every head reads the same latents, and a latent's first lanes are its value: a tile in shared memory is the keys of one product
+// and the values of the other. Tiles lie at multiples of KEYS, so that what else a block works on changes no bit. Items of more
+// than ROWS query vectors are cut into pieces, which read the same latents.
+//
+// Defines: Q_TYPE (1 bf16, 2 f16), ROWS (query vectors a block), DEPTH (lanes of a latent, padded to a multiple of 64), WIDTH
+// (lanes of its value, padded to 128, 256 or 512), STAGES (tiles of the ring), AHEAD (whether a tile is asked of memory
+// before the ring has room for it), PIECES (of the largest item, a multiple of those that one token's heads make).
+#pragma once
+
+#include "finish.cuh"
+#include "gather.cuh"
+#include "hopper.cuh"
+
+#if Q_TYPE == 1
+typedef Bf16 Element;
+#elif Q_TYPE == 2
+typedef F16 Element;
+#else
+#error "Q_TYPE is 1 (bf16) or 2 (f16)"
+#endif
+
+constexpr u32 GROUP = 128, KEYS = 64;
+// A tile in shared memory: blocks of 64 rows and 64 lanes, rows of 128 bytes whose 16-byte pieces are turned by the row.
+constexpr u32 LANES = 64, PIECE = 8, BLOCK_BYTES = KEYS * LANES * 2;
+constexpr u32 COLUMNS = (DEPTH > WIDTH ? DEPTH : WIDTH) / LANES;
+constexpr u32 TILE_BYTES = COLUMNS * BLOCK_BYTES;
+constexpr u32 EIGHT_ROWS = 8 * LANES * 2;
+static_assert(DEPTH % LANES == 0 && (WIDTH == 128 || WIDTH == 256 || WIDTH == 512), "see above");
+
+// Shared memory: queries, the ring, and what the consumers have beside them.
+constexpr u32 QUERY_BLOCK_BYTES = ROWS * LANES * 2;
+constexpr u32 RING_AT = DEPTH / LANES * QUERY_BLOCK_BYTES;
+constexpr u32 AFTER_RING = RING_AT + STAGES * TILE_BYTES;
+static_assert(RING_AT % 1024 == 0, "tiles start where turns of their rows do");
+
+// What a block works on: up to ROWS query vectors of an item, and the keys that they see.
+struct Unit {
+    Row row;
+    Output output;
+    u32 row_index, q_begin, first;
+    u32 lo, to;  // keys lo..to
+    u32 hi, H;
+    i64 before;  // keys that token 0 of the item sees under causality
+    bool causal;
+
+    // One past the last key that a lane of the item sees.
+    u32 limit(u32 lane) const {
+        return causal ? u32(least(most(before + i64(lane / H), i64(0)), i64(hi))) : hi;
+    }
+    u32 tile() const { return lo / KEYS; }
+    u32 tiles() const { return lo < to ? (to + KEYS - 1) / KEYS : lo / KEYS; }
+};
+
+// Calls `each(unit)` for what this block is to do, in one order for all its threads.
+template <class Each>
+DEVICE void walk(const Attend& p, Each each) {
+    const Image* image = p.image;
+    const Span span = items_of(p);
+    // Pieces that every item has are neighbours, so that the second finds the latents of the first nearby; those that only
+    // items of several tokens have come after all of them.
+    const u32 sure = (p.H + ROWS - 1) / ROWS, units = (span.end - span.begin) * sure;
+    NO_UNROLL
+    for (u32 at = block_x(); at < units / sure * PIECES; at += grid_x()) {
+        const Item item = items_of(image)[span.begin + at % units / sure];
+        const Member member = members_of(image)[item.member_begin];
+        Unit unit;
+        unit.row = rows_of(image)[member.row];
+        unit.output = output_of(p, item, member, unit.row);
+        unit.row_index = member.row, unit.q_begin = item.q_begin;
+        unit.first = (at / units * sure + at % sure) * ROWS;
+        if (unit.first >= unit.output.lanes) continue;
+        const Reach reach = reach_of(p, unit.row, item);
+        unit.lo = reach.lo, unit.hi = reach.hi, unit.H = p.H;
+        unit.causal = p.flags & CAUSAL;
+        // Query `i` of a row is at position kv_len - q_len + i.
+        unit.before = i64(unit.row.kv_len) - i64(unit.row.q_len) + i64(item.q_begin) + 1;
+        unit.to = unit.limit(least(unit.first + ROWS, unit.output.lanes) - 1);
+        each(unit);
+    }
+}
+
+// Marks of the ring, and of the block's queries.
+struct Marks {
+    Mark full[STAGES], empty[STAGES], queries, queries_read;
+};
+
+// Where a tile of the ring is, and which turn of the ring it belongs to.
+struct Turn {
+    u32 slot, parity;
+    void next() {
+        slot += 1;
+        if (slot == STAGES) slot = 0, parity ^= 1;
+    }
+};
+
+// ---- producer ----
+
+// Eight lanes of a row, from lane `at` on: C of them lie at `a`, the others at `b`; null for a row of zeros.
+DEVICE void put(u8* to, const Element* a, const Element* b, u32 at, u32 C, u32 D, bool aligned) {
+    if (aligned) {
+        const bool there = a && at < D;
+        const Element* from = at < C ? a + at : b + (at - C);
+        cp_async_16(to, there ? from : reinterpret_cast<const Element*>(16), there);
+        return;
+    }
+    u32 words[4];
+    UNROLL
+    for (u32 i = 0; i < 4; i++) {
+        u32 pair = 0;
+        UNROLL
+        for (u32 e = 0; e < 2; e++) {
+            u32 lane_at = at + 2 * i + e;
+            if (a && lane_at < D) pair |= u32((lane_at < C ? a[lane_at] : b[lane_at - C]).bits) << (16 * e);
+        }
+        words[i] = pair;
+    }
+    store16(to, U4{words[0], words[1], words[2], words[3]});
+}
+
+// What threads of the producer have: eight of them a row of 128 bytes, and every sixteenth row.
+constexpr u32 TIMES = KEYS / (GROUP / PIECE), QUERY_TIMES = ROWS / (GROUP / PIECE);
+static_assert(ROWS % (GROUP / PIECE) == 0, "rows for each thread");
+
+struct Latents {
+    const Element* at[TIMES];
+    const Element* somewhere;  // what may be named where nothing is read
+};
+// Where this thread's latents of a tile lie; null for keys that nobody sees.
+DEVICE Latents latents_of(const Keys& keys, const Unit& unit, u32 tile) {
+    Latents latents;
+    latents.somewhere = reinterpret_cast<const Element*>(keys.k);
+    UNROLL
+    for (u32 i = 0; i < TIMES; i++) {
+        const u32 key = tile * KEYS + thread_x() % GROUP / PIECE + i * (KEYS / TIMES);
+        latents.at[i] = nullptr;
+        if (key >= unit.lo && key < unit.to) latents.at[i] = reinterpret_cast<const Element*>(key_at<LATENTS>(keys, key).k);
+    }
+    return latents;
+}
+// Asks memory for a tile, so that it is near when the ring has room for it.
+DEVICE void foresee(const Latents& latents, u32 D) {
+    constexpr u32 LINE = 64;
+    UNROLL
+    for (u32 i = 0; i < TIMES; i++)
+        for (u32 at = thread_x() % PIECE * LINE; at < D; at += PIECE * LINE)
+            if (latents.at[i]) prefetch_l2(latents.at[i] + at);
+}
+
+// This thread's pieces of a tile. A latent as wide as the tile has none beyond it, and each copy is one instruction.
+DEVICE void fetch(u8* to, const Latents& latents, u32 D, bool aligned) {
+    const u32 piece = thread_x() % PIECE;
+    if (aligned && D == COLUMNS * LANES) {
+        const Element* from[TIMES];
+        bool there[TIMES];
+        UNROLL
+        for (u32 i = 0; i < TIMES; i++) {
+            there[i] = latents.at[i] != nullptr;
+            from[i] = there[i] ? latents.at[i] + piece * PIECE : latents.somewhere;
+        }
+        UNROLL
+        for (u32 block = 0; block < COLUMNS; block++)
+            UNROLL
+            for (u32 i = 0; i < TIMES; i++)
+                cp_async_16(to + block * BLOCK_BYTES + i * (BLOCK_BYTES / TIMES), from[i] + block * LANES, there[i]);
+        return;
+    }
+    NO_UNROLL
+    for (u32 block = 0; block < COLUMNS; block++)
+        UNROLL
+        for (u32 i = 0; i < TIMES; i++)
+            put(to + block * BLOCK_BYTES + i * (BLOCK_BYTES / TIMES), latents.at[i], latents.at[i], block * LANES + piece * PIECE, D, D,
+                aligned);
+}
+
+DEVICE void announce(Mark* mark, bool aligned) {
+    if (aligned) {
+        mark_arrive_after_copies(mark);
+    } else {
+        async_fence();
+        mark_arrive(mark);
+    }
+}
+
+DEVICE void produce(const Attend& p, u8* shared, Marks& marks) {
+    const u32 thread = thread_x() % GROUP, C = p.Dv, D = p.D;
+    const bool aligned = (p.flags & ALIGNED) && C % 8 == 0 && D % 8 == 0;
+    const u32 row = thread / PIECE, piece = thread % PIECE;
+    const u32 at = row * LANES * 2 + (piece ^ (row % 8)) * 16;
+    Turn turn{0, 0};
+    u32 queries_parity = 0;
+    walk(p, [&](const Unit& unit) {
+        const Queries queries = queries_of<LATENTS>(p, unit.row, unit.q_begin, 0, sizeof(Element));
+        const Keys keys = keys_of<LATENTS>(p, unit.row_index, unit.row, 0, sizeof(Element));
+        const u32 begin = unit.tile(), end = unit.tiles();
+        Latents next = latents_of(keys, unit, begin);
+        NO_UNROLL
+        for (u32 tile = begin; tile < end; tile++) {
+            const Latents latents = next;
+            next = latents_of(keys, unit, tile + 1);
+            if (AHEAD) foresee(next, D);
+            mark_wait(&marks.empty[turn.slot], turn.parity ^ 1);
+            fetch(shared + RING_AT + turn.slot * TILE_BYTES + at, latents, D, aligned);
+            announce(&marks.full[turn.slot], aligned);
+            turn.next();
+            if (tile != begin) continue;
+
+            mark_wait(&marks.queries_read, queries_parity ^ 1);
+            NO_UNROLL
+            for (u32 i = 0; i < QUERY_TIMES; i++) {
+                const u32 lane = unit.first + row + i * (ROWS / QUERY_TIMES);
+                const Element *nope = nullptr, *pe = nullptr;
+                if (lane < unit.output.lanes) {
+                    const i64 token = lane / p.H, head = lane % p.H;
+                    nope = reinterpret_cast<const Element*>(queries.at) + token * queries.token + head * queries.head;
+                    pe = reinterpret_cast<const Element*>(queries.pe_at) + token * queries.pe_token + head * queries.pe_head;
+                }
+                NO_UNROLL
+                for (u32 block = 0; block < DEPTH / LANES; block++)
+                    put(shared + block * QUERY_BLOCK_BYTES + i * (QUERY_BLOCK_BYTES / QUERY_TIMES) + at, nope, pe,
+                        block * LANES + piece * PIECE, C, D, aligned);
+            }
+            announce(&marks.queries, aligned);
+            queries_parity ^= 1;
+        }
+    });
+    cp_async_commit();
+    cp_async_wait<0>();
+}
+
+// ---- consumers ----
+
+// The descriptor of what lies so many bytes behind; addresses never carry out of the lower word.
+DEVICE u64 after(u64 desc, u32 bytes) { return (desc & ~0xffffffffull) | (u32(desc) + (bytes >> 4)); }
+
+// One arrival of a warp that has read what a mark speaks of.
+DEVICE void released(Mark* mark) {
+    warp_sync();
+    if (lane() == 0) mark_arrive(mark);
+}
+
+// By all threads of a block, before any of them works; so many warps read a tile, so many the queries.
+DEVICE void start(Marks& marks, u32 tile_warps, u32 query_warps) {
+    if (thread_x() == 0) {
+        UNROLL
+        for (u32 slot = 0; slot < STAGES; slot++) {
+            mark_init(&marks.full[slot], GROUP);
+            mark_init(&marks.empty[slot], tile_warps);
+        }
+        mark_init(&marks.queries, GROUP);
+        mark_init(&marks.queries_read, query_warps);
+        marks_ready();
+    }
+    block_sync();
+}
