@@ -18,8 +18,8 @@ constexpr u32 MINE = ROWS / 4, PARTS = WIDTH / LANES;
 constexpr u32 WEIGHTS_AT = AFTER_RING;
 // What warps tell each other of each query vector: two turns, so that nobody waits for readers.
 constexpr u32 EXCHANGE_AT = WEIGHTS_AT + ROWS * KEYS * 2;
-constexpr u32 MARKS_AT = EXCHANGE_AT + 2 * WARPS * ROWS * 4;
-constexpr u32 SHARED_BYTES = MARKS_AT + sizeof(Marks);
+constexpr u32 TOLD_AT = EXCHANGE_AT + 2 * WARPS * ROWS * 4;
+constexpr u32 SHARED_BYTES = TOLD_AT + sizeof(Told);
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
 // The named barrier of the warpgroup that sums.
@@ -68,15 +68,15 @@ DEVICE void store(const Attend& p, const Unit& unit, const float (&out)[PARTS][R
     }
 }
 
-DEVICE void consume(const Attend& p, u8* shared, Marks& marks) {
+DEVICE void consume(const Attend& p, u8* shared, Told& told) {
     const u32 t = lane() % 4, w = warp() % WARPS, first_key = w * 16 + lane() / 4;
     const float scale = p.scale * LOG2_E;
     float* exchange = reinterpret_cast<float*>(shared + EXCHANGE_AT);
     const u64 queries = tile_desc(shared, 0, EIGHT_ROWS);
     const u64 weights = tile_desc(shared + WEIGHTS_AT, 0, EIGHT_ROWS);
     Turn turn{0, 0};
-    u32 queries_parity = 0, said = 0;
-    walk(p, [&](const Unit& unit) {
+    u32 said = 0;
+    each_told(told, [&](const Unit& unit) {
         float out[PARTS][ROWS / 2], top[MINE], sum[MINE];
         UNROLL
         for (u32 part = 0; part < PARTS; part++)
@@ -84,15 +84,12 @@ DEVICE void consume(const Attend& p, u8* shared, Marks& marks) {
             for (u32 i = 0; i < ROWS / 2; i++) out[part][i] = 0.0f;
         UNROLL
         for (u32 c = 0; c < MINE; c++) top[c] = -infinity(), sum[c] = 0.0f;
-        const u32 begin = unit.tile(), end = unit.tiles(), all_see = unit.limit(unit.first);
-        if (begin < end) {
-            mark_wait(&marks.queries, queries_parity);
-            queries_parity ^= 1;
-        }
+        const u32 begin = unit.tile(), end = unit.tiles(), all_see = unit.limit(unit.first), lo = unit.lo;
+        if (begin >= end) released(&told.queries_read);
         NO_UNROLL
         for (u32 tile = begin; tile < end; tile++) {
             const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
-            mark_wait(&marks.full[turn.slot], turn.parity);
+            mark_wait(&told.full[turn.slot], turn.parity);
             async_fence();
             float scores[ROWS / 2];
             const u64 keys = tile_desc(latents, 0, EIGHT_ROWS);
@@ -104,18 +101,18 @@ DEVICE void consume(const Attend& p, u8* shared, Marks& marks) {
             wgmma_commit();
             wgmma_wait<0>();
             pin(scores);
-            if (tile + 1 == end) released(&marks.queries_read);
+            if (tile + 1 == end) released(&told.queries_read);
 
             UNROLL
             for (u32 i = 0; i < ROWS / 2; i++) scores[i] *= scale;
-            if (tile * KEYS < unit.lo || tile * KEYS + KEYS > all_see) {
+            if (tile * KEYS < lo || tile * KEYS + KEYS > all_see) {
                 UNROLL
                 for (u32 c = 0; c < MINE; c++) {
                     const u32 limit = unit.limit(unit.first + my_column(c));
                     UNROLL
                     for (u32 r = 0; r < 2; r++) {
                         const u32 key = tile * KEYS + first_key + 8 * r;
-                        if (key < unit.lo || key >= limit) scores[c / 2 * 4 + 2 * r + c % 2] = -infinity();
+                        if (key < lo || key >= limit) scores[c / 2 * 4 + 2 * r + c % 2] = -infinity();
                     }
                 }
             }
@@ -170,7 +167,7 @@ DEVICE void consume(const Attend& p, u8* shared, Marks& marks) {
             wgmma_wait<0>();
             UNROLL
             for (u32 part = 0; part < PARTS; part++) pin(out[part]);
-            released(&marks.empty[turn.slot]);
+            released(&told.empty[turn.slot]);
             turn.next();
         }
 
@@ -195,8 +192,8 @@ DEVICE void consume(const Attend& p, u8* shared, Marks& marks) {
 
 MSTAR_KERNEL(latent_few, Attend, THREADS, 1) {
     SHARED(shared);
-    Marks& marks = *reinterpret_cast<Marks*>(shared + MARKS_AT);
-    start(marks, WARPS, WARPS);
-    if (group_index() == 1) produce(p, shared, marks);
-    else consume(p, shared, marks);
+    Told& told = *reinterpret_cast<Told*>(shared + TOLD_AT);
+    start(told, WARPS);
+    if (group_index() == 1) produce(p, shared, told);
+    else consume(p, shared, told);
 }

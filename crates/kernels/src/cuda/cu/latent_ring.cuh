@@ -44,6 +44,7 @@ struct Unit {
     u32 hi, H;
     i64 before;  // keys that token 0 of the item sees under causality
     bool causal;
+    bool over;   // there is no more to do
 
     // One past the last key that a lane of the item sees.
     u32 limit(u32 lane) const {
@@ -53,7 +54,9 @@ struct Unit {
     u32 tiles() const { return lo < to ? (to + KEYS - 1) / KEYS : lo / KEYS; }
 };
 
-// Calls `each(unit)` for what this block is to do, in one order for all its threads.
+static_assert(sizeof(Unit) == 128, "as in exec/latents.rs");
+
+// Calls `each(unit)` for what this block is to do.
 template <class Each>
 DEVICE void walk(const Attend& p, Each each) {
     const Image* image = p.image;
@@ -73,7 +76,7 @@ DEVICE void walk(const Attend& p, Each each) {
         if (unit.first >= unit.output.lanes) continue;
         const Reach reach = reach_of(p, unit.row, item);
         unit.lo = reach.lo, unit.hi = reach.hi, unit.H = p.H;
-        unit.causal = p.flags & CAUSAL;
+        unit.causal = p.flags & CAUSAL, unit.over = false;
         // Query `i` of a row is at position kv_len - q_len + i.
         unit.before = i64(unit.row.kv_len) - i64(unit.row.q_len) + i64(item.q_begin) + 1;
         unit.to = unit.limit(least(unit.first + ROWS, unit.output.lanes) - 1);
@@ -81,9 +84,10 @@ DEVICE void walk(const Attend& p, Each each) {
     }
 }
 
-// Marks of the ring, and of the block's queries.
-struct Marks {
+// What groups of a block tell each other: marks of the ring; marks of a unit and its queries, and the unit, two in turn.
+struct Told {
     Mark full[STAGES], empty[STAGES], queries, queries_read;
+    Unit units[2];
 };
 
 // Where a tile of the ring is, and which turn of the ring it belongs to.
@@ -183,48 +187,71 @@ DEVICE void announce(Mark* mark, bool aligned) {
     }
 }
 
-DEVICE void produce(const Attend& p, u8* shared, Marks& marks) {
+DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     const u32 thread = thread_x() % GROUP, C = p.Dv, D = p.D;
     const bool aligned = (p.flags & ALIGNED) && C % 8 == 0 && D % 8 == 0;
     const u32 row = thread / PIECE, piece = thread % PIECE;
     const u32 at = row * LANES * 2 + (piece ^ (row % 8)) * 16;
     Turn turn{0, 0};
-    u32 queries_parity = 0;
-    walk(p, [&](const Unit& unit) {
+    u32 count = 0;
+    auto tell = [&](const Unit& unit) {
+        mark_wait(&told.queries_read, count % 2 ^ 1);
+        // Copies arrive by themselves, which says nothing of what was stored: that has an arrival of its own.
+        if (thread == 0) {
+            told.units[count % 2] = unit;
+            mark_arrive(&told.queries);
+        }
+    };
+    auto fetch_queries = [&](const Unit& unit) {
         const Queries queries = queries_of<LATENTS>(p, unit.row, unit.q_begin, 0, sizeof(Element));
+        const Element *nope[QUERY_TIMES], *pe[QUERY_TIMES];
+        UNROLL
+        for (u32 i = 0; i < QUERY_TIMES; i++) {
+            const u32 lane = unit.first + row + i * (ROWS / QUERY_TIMES);
+            nope[i] = pe[i] = nullptr;
+            if (lane < unit.output.lanes) {
+                const i64 token = lane / p.H, head = lane % p.H;
+                nope[i] = reinterpret_cast<const Element*>(queries.at) + token * queries.token + head * queries.head;
+                pe[i] = reinterpret_cast<const Element*>(queries.pe_at) + token * queries.pe_token + head * queries.pe_head;
+            }
+        }
+        NO_UNROLL
+        for (u32 block = 0; block < DEPTH / LANES; block++)
+            UNROLL
+            for (u32 i = 0; i < QUERY_TIMES; i++)
+                put(shared + block * QUERY_BLOCK_BYTES + i * (QUERY_BLOCK_BYTES / QUERY_TIMES) + at, nope[i], pe[i],
+                    block * LANES + piece * PIECE, C, D, aligned);
+    };
+    walk(p, [&](const Unit& unit) {
         const Keys keys = keys_of<LATENTS>(p, unit.row_index, unit.row, 0, sizeof(Element));
         const u32 begin = unit.tile(), end = unit.tiles();
         Latents next = latents_of(keys, unit, begin);
+        // The first tile goes ahead: the queries' place is free later than a tile's.
+        u32 tile = begin;
         NO_UNROLL
-        for (u32 tile = begin; tile < end; tile++) {
-            const Latents latents = next;
-            next = latents_of(keys, unit, tile + 1);
-            if (AHEAD) foresee(next, D);
-            mark_wait(&marks.empty[turn.slot], turn.parity ^ 1);
-            fetch(shared + RING_AT + turn.slot * TILE_BYTES + at, latents, D, aligned);
-            announce(&marks.full[turn.slot], aligned);
-            turn.next();
-            if (tile != begin) continue;
-
-            mark_wait(&marks.queries_read, queries_parity ^ 1);
-            NO_UNROLL
-            for (u32 i = 0; i < QUERY_TIMES; i++) {
-                const u32 lane = unit.first + row + i * (ROWS / QUERY_TIMES);
-                const Element *nope = nullptr, *pe = nullptr;
-                if (lane < unit.output.lanes) {
-                    const i64 token = lane / p.H, head = lane % p.H;
-                    nope = reinterpret_cast<const Element*>(queries.at) + token * queries.token + head * queries.head;
-                    pe = reinterpret_cast<const Element*>(queries.pe_at) + token * queries.pe_token + head * queries.pe_head;
-                }
-                NO_UNROLL
-                for (u32 block = 0; block < DEPTH / LANES; block++)
-                    put(shared + block * QUERY_BLOCK_BYTES + i * (QUERY_BLOCK_BYTES / QUERY_TIMES) + at, nope, pe,
-                        block * LANES + piece * PIECE, C, D, aligned);
+        do {
+            if (tile < end) {
+                const Latents latents = next;
+                next = latents_of(keys, unit, tile + 1);
+                if (AHEAD) foresee(next, D);
+                mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
+                fetch(shared + RING_AT + turn.slot * TILE_BYTES + at, latents, D, aligned);
+                announce(&told.full[turn.slot], aligned);
+                turn.next();
             }
-            announce(&marks.queries, aligned);
-            queries_parity ^= 1;
-        }
+            if (tile == begin) {
+                tell(unit);
+                if (begin < end) fetch_queries(unit);
+                announce(&told.queries, aligned);
+                count += 1;
+            }
+            tile += 1;
+        } while (tile < end);
     });
+    Unit last{};
+    last.over = true;
+    tell(last);
+    announce(&told.queries, aligned);
     cp_async_commit();
     cp_async_wait<0>();
 }
@@ -240,16 +267,28 @@ DEVICE void released(Mark* mark) {
     if (lane() == 0) mark_arrive(mark);
 }
 
-// By all threads of a block, before any of them works; so many warps read a tile, so many the queries.
-DEVICE void start(Marks& marks, u32 tile_warps, u32 query_warps) {
+// Calls `each(unit)` for what the producer tells of; in the order in which it does.
+template <class Each>
+DEVICE void each_told(Told& told, Each each) {
+    NO_UNROLL
+    for (u32 count = 0;; count++) {
+        mark_wait(&told.queries, count % 2);
+        const Unit& unit = told.units[count % 2];
+        if (unit.over) break;
+        each(unit);
+    }
+}
+
+// By all threads of a block, before any of them works; so many warps read tiles and queries.
+DEVICE void start(Told& told, u32 warps) {
     if (thread_x() == 0) {
         UNROLL
         for (u32 slot = 0; slot < STAGES; slot++) {
-            mark_init(&marks.full[slot], GROUP);
-            mark_init(&marks.empty[slot], tile_warps);
+            mark_init(&told.full[slot], GROUP);
+            mark_init(&told.empty[slot], warps);
         }
-        mark_init(&marks.queries, GROUP);
-        mark_init(&marks.queries_read, query_warps);
+        mark_init(&told.queries, GROUP + 1);
+        mark_init(&told.queries_read, warps);
         marks_ready();
     }
     block_sync();

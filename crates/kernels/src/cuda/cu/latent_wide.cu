@@ -14,8 +14,8 @@ static_assert(ROWS == 64, "rows of a product");
 
 constexpr u32 WEIGHTS_AT = AFTER_RING;
 constexpr u32 FACTORS_AT = WEIGHTS_AT + BLOCK_BYTES;
-constexpr u32 MARKS_AT = FACTORS_AT + ROWS * 4;
-constexpr u32 SHARED_BYTES = MARKS_AT + sizeof(Marks);
+constexpr u32 TOLD_AT = FACTORS_AT + ROWS * 4;
+constexpr u32 SHARED_BYTES = TOLD_AT + sizeof(Told);
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
 // Named barriers of both consumers: weights and factors are there; they may be written over.
@@ -77,7 +77,7 @@ DEVICE void store(const Attend& p, const Unit& unit, const float (&sums)[HALF / 
     }
 }
 
-DEVICE void consume_first(const Attend& p, u8* shared, Marks& marks) {
+DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
     float* factors = reinterpret_cast<float*>(shared + FACTORS_AT);
     const u32 row = my_row(), t = lane() % 4;
     const float scale = p.scale * LOG2_E;
@@ -86,7 +86,6 @@ DEVICE void consume_first(const Attend& p, u8* shared, Marks& marks) {
     u8* weights = shared + WEIGHTS_AT + weight_row * LANES * 2;
     const u64 queries = tile_desc(shared, 0, EIGHT_ROWS);
     Turn turn{0, 0};
-    u32 queries_parity = 0;
     auto ask = [&](float(&scores)[KEYS / 2]) {
         const u64 keys = tile_desc(shared + RING_AT + turn.slot * TILE_BYTES, 0, EIGHT_ROWS);
         wgmma_fence();
@@ -97,18 +96,17 @@ DEVICE void consume_first(const Attend& p, u8* shared, Marks& marks) {
         }
         wgmma_commit();
     };
-    walk(p, [&](const Unit& unit) {
+    each_told(told, [&](const Unit& unit) {
         float out[HALF / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
         UNROLL
         for (u32 i = 0; i < HALF / 2; i++) out[i] = 0.0f;
         const u32 begin = unit.tile(), end = unit.tiles();
         const u32 limits[2] = {unit.limit(unit.first + row), unit.limit(unit.first + row + 8)};
-        const u32 all_see = unit.limit(unit.first);
+        const u32 all_see = unit.limit(unit.first), lo = unit.lo;
+        if (begin >= end) released(&told.queries_read);
         float scores[KEYS / 2];
         if (begin < end) {
-            mark_wait(&marks.queries, queries_parity);
-            queries_parity ^= 1;
-            mark_wait(&marks.full[turn.slot], turn.parity);
+            mark_wait(&told.full[turn.slot], turn.parity);
             async_fence();
             ask(scores);
             wgmma_wait<0>();
@@ -119,11 +117,11 @@ DEVICE void consume_first(const Attend& p, u8* shared, Marks& marks) {
             const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
             UNROLL
             for (u32 i = 0; i < KEYS / 2; i++) scores[i] *= scale;
-            if (tile * KEYS < unit.lo || tile * KEYS + KEYS > all_see) {
+            if (tile * KEYS < lo || tile * KEYS + KEYS > all_see) {
                 UNROLL
                 for (u32 i = 0; i < KEYS / 2; i++) {
                     const u32 key = tile * KEYS + i / 4 * 8 + t * 2 + i % 2;
-                    if (key < unit.lo || key >= limits[i / 2 % 2]) scores[i] = -infinity();
+                    if (key < lo || key >= limits[i / 2 % 2]) scores[i] = -infinity();
                 }
             }
             float alpha[2];
@@ -172,17 +170,17 @@ DEVICE void consume_first(const Attend& p, u8* shared, Marks& marks) {
             for (u32 k = 0; k < KEYS / 16; k++)
                 wgmma_rs<Element, HALF, true>(out, packed[k], after(values, k * 2 * EIGHT_ROWS), true);
             wgmma_commit();
-            Mark* done = &marks.empty[turn.slot];
+            Mark* done = &told.empty[turn.slot];
             turn.next();
             if (tile + 1 < end) {
                 // Scores of the next tile are asked for behind this one's values; where it has not come yet, this one's room is
                 // not to wait for it.
-                const bool there = mark_passed(&marks.full[turn.slot], turn.parity);
+                const bool there = mark_passed(&told.full[turn.slot], turn.parity);
                 if (!there) {
                     wgmma_wait<0>();
                     pin(out);
                     released(done);
-                    mark_wait(&marks.full[turn.slot], turn.parity);
+                    mark_wait(&told.full[turn.slot], turn.parity);
                 }
                 async_fence();
                 ask(scores);
@@ -195,7 +193,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Marks& marks) {
                 wgmma_wait<0>();
                 pin(out);
                 released(done);
-                released(&marks.queries_read);
+                released(&told.queries_read);
             }
         }
 
@@ -222,21 +220,22 @@ DEVICE void consume_first(const Attend& p, u8* shared, Marks& marks) {
     named_sync(FREE, 2 * GROUP);
 }
 
-DEVICE void consume_second(const Attend& p, u8* shared, Marks& marks) {
+DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
     const float* factors = reinterpret_cast<const float*>(shared + FACTORS_AT);
     const u32 row = my_row();
     const u64 weights = tile_desc(shared + WEIGHTS_AT, 0, EIGHT_ROWS);
     Turn turn{0, 0};
     named_arrive(FREE, 2 * GROUP);
-    walk(p, [&](const Unit& unit) {
+    each_told(told, [&](const Unit& unit) {
         float out[HALF / 2];
         UNROLL
         for (u32 i = 0; i < HALF / 2; i++) out[i] = 0.0f;
         const u32 begin = unit.tile(), end = unit.tiles();
+        released(&told.queries_read);
         NO_UNROLL
         for (u32 tile = begin; tile < end; tile++) {
             const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
-            mark_wait(&marks.full[turn.slot], turn.parity);
+            mark_wait(&told.full[turn.slot], turn.parity);
             named_sync(READY, 2 * GROUP);
             async_fence();
             scaled(out, factors[row], factors[row + 8]);
@@ -249,7 +248,7 @@ DEVICE void consume_second(const Attend& p, u8* shared, Marks& marks) {
             wgmma_commit();
             wgmma_wait<0>();
             pin(out);
-            released(&marks.empty[turn.slot]);
+            released(&told.empty[turn.slot]);
             named_arrive(FREE, 2 * GROUP);
             turn.next();
         }
@@ -262,17 +261,17 @@ DEVICE void consume_second(const Attend& p, u8* shared, Marks& marks) {
 
 MSTAR_KERNEL(latent_wide, Attend, THREADS, 1) {
     SHARED(shared);
-    Marks& marks = *reinterpret_cast<Marks*>(shared + MARKS_AT);
-    start(marks, CONSUMER_WARPS, CONSUMER_WARPS / 2);
+    Told& told = *reinterpret_cast<Told*>(shared + TOLD_AT);
+    start(told, CONSUMER_WARPS);
     const u32 group = group_index();
     if (group == 2) {
         registers_fewer<72>();
-        produce(p, shared, marks);
+        produce(p, shared, told);
     } else if (group == 0) {
         registers_more<216>();
-        consume_first(p, shared, marks);
+        consume_first(p, shared, told);
     } else {
         registers_more<216>();
-        consume_second(p, shared, marks);
+        consume_second(p, shared, told);
     }
 }

@@ -73,12 +73,13 @@ fn hopper(geometry: &paged::Geometry, usual: usize, most: usize, context: &Conte
 }
 
 /// As `SHARED_BYTES` in `cu/latent_few.cu`, or `cu/latent_wide.cu` for 64 rows: queries, tiles, weights, what warps tell each other,
-/// marks.
+/// marks and units.
 fn hopper_shared(rows: usize, depth: usize, width: usize, stages: usize) -> usize {
     const KEYS: usize = 64;
+    const UNIT: usize = 128;
     let told = if rows == 64 { rows * 4 } else { 2 * 4 * rows * 4 };
     let tile = depth.next_multiple_of(64).max(width) * KEYS * 2;
-    rows * depth * 2 + stages * tile + rows * KEYS * 2 + told + (2 * stages + 2) * 8
+    rows * depth * 2 + stages * tile + rows * KEYS * 2 + told + (2 * stages + 2) * 8 + 2 * UNIT
 }
 
 /// Blocks that can share an item of a kernel.
