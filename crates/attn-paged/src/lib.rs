@@ -74,7 +74,7 @@ pub use mstar_kernels::plan::{
     Capacity, Heads, PlanOptions, Planned, Schedule, Workspace, select_last_hidden,
 };
 pub use mstar_kernels::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
-pub use run::{Inputs, Outputs, run, run_in};
+pub use run::{Inputs, Outputs, run, run_in, run_scaled_in};
 
 /// A checked batch over keys and values a head, cut into work.
 pub type Plan = mstar_kernels::plan::Plan<Heads>;

@@ -10,7 +10,7 @@ use crate::{Plan, Result, Workspace};
 pub struct Inputs<'a> {
     /// `[T, H, D]`, of `q_dtype`. The innermost axis is contiguous, outer strides are free.
     pub q: TensorRef<'a>,
-    /// `[P, S, G, D]`, of `kv_dtype`. Outer strides are free: an interleaved or head-major pool is a view.
+    /// `[P, S, G, D]`, of `kv_dtype`; e4m3 goes by [`run_scaled_in`]. Outer strides are free: an interleaved or head-major pool is a view.
     pub k: TensorRef<'a>,
     /// `[P, S, G, Dv]`, of `kv_dtype`, with `k`'s `P`.
     pub v: TensorRef<'a>,
@@ -56,9 +56,36 @@ pub fn run_in(
     inputs: Inputs<'_>,
     outputs: Outputs<'_>,
 ) -> Result<()> {
+    attend_in(plan, stream, workspace, inputs, None, outputs)
+}
+
+/// As [`run_in`], over keys and values that are e4m3 codes: `kv_scales` are those of keys and of values, each `[P, S, G]` f32 of any
+/// strides. A lane is its code times the scale of its token and head.
+///
+/// # Errors
+/// As [`run`]; a plan whose `kv_dtype` is not e4m3.
+pub fn run_scaled_in(
+    plan: &Plan,
+    stream: &Stream,
+    workspace: TensorMut<'_>,
+    inputs: Inputs<'_>,
+    kv_scales: [TensorRef<'_>; 2],
+    outputs: Outputs<'_>,
+) -> Result<()> {
+    attend_in(plan, stream, workspace, inputs, Some(kv_scales), outputs)
+}
+
+fn attend_in(
+    plan: &Plan,
+    stream: &Stream,
+    workspace: TensorMut<'_>,
+    inputs: Inputs<'_>,
+    kv_scales: Option<[TensorRef<'_>; 2]>,
+    outputs: Outputs<'_>,
+) -> Result<()> {
     let Inputs { q, k, v, sinks, alibi_slopes } = inputs;
     let Outputs { o, lse } = outputs;
     let (work, workers) = (plan.work(), plan.workers());
-    let params = AttendParams { work, q, k, v, sinks, alibi_slopes, o, lse, workspace, workers };
+    let params = AttendParams { work, q, k, v, kv_scales, sinks, alibi_slopes, o, lse, workspace, workers };
     attend(stream, params)
 }

@@ -12,6 +12,9 @@ pub enum DType {
     Bf16,
     /// IEEE half precision.
     F16,
+    /// OCP OFP8 "E4M3" codes, one byte each: four exponent bits, three mantissa bits, no infinity. What a code stands for takes
+    /// the scale that is kept beside it: see [`fp8`](crate::fp8).
+    E4m3,
     /// Unsigned bytes: masks, quantised planes, scales.
     U8,
     /// Signed 32-bit integers: page tables and positions.
@@ -24,24 +27,25 @@ impl DType {
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
-            DType::U8 => 1,
+            DType::U8 | DType::E4m3 => 1,
             DType::Bf16 | DType::F16 => 2,
             DType::F32 | DType::I32 => 4,
             DType::I64 => 8,
         }
     }
 
-    /// Whether the type holds floating-point numbers.
+    /// Whether the type holds floating-point numbers that stand for themselves; [`DType::E4m3`] needs a scale, so it does not.
     pub const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::Bf16 | DType::F16)
     }
 
-    /// The name used in specs, reports and messages: `f32`, `bf16`, `f16`, `u8`, `i32`, `i64`.
+    /// The name used in specs, reports and messages: `f32`, `bf16`, `f16`, `fp8_e4m3`, `u8`, `i32`, `i64`.
     pub const fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
             DType::Bf16 => "bf16",
             DType::F16 => "f16",
+            DType::E4m3 => "fp8_e4m3",
             DType::U8 => "u8",
             DType::I32 => "i32",
             DType::I64 => "i64",
@@ -50,7 +54,7 @@ impl DType {
 
     /// The type called `name`, if there is one.
     pub fn parse(name: &str) -> Option<DType> {
-        [DType::F32, DType::Bf16, DType::F16, DType::U8, DType::I32, DType::I64]
+        [DType::F32, DType::Bf16, DType::F16, DType::E4m3, DType::U8, DType::I32, DType::I64]
             .into_iter()
             .find(|dtype| dtype.name() == name)
     }

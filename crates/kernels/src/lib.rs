@@ -21,6 +21,7 @@
 //! | `flex` | block-mask attention's safe entry: blocks, score mods and mask mods |
 //! | `dsa` | sparse attention: index keys, scores and picks, attention over the pick |
 //! | `work` | the flat work list that CPU and CUDA executors share |
+//! | [`fp8`] | e4m3 codes under scales, and the scatter that quantises |
 //! | [`lse`] | merging partial attention results |
 //! | [`synth`] | the synthetic Q, K and V that any row can be rebuilt from |
 
@@ -44,6 +45,7 @@ pub mod dtype;
 pub mod error;
 #[cfg(feature = "flex")]
 pub mod flex;
+pub mod fp8;
 pub mod kernels;
 pub mod lse;
 #[cfg(feature = "mla")]

@@ -429,6 +429,19 @@ macro_rules! shared {
                 $view { raw: self.raw.insert_axis(axis), lifetime: PhantomData }
             }
 
+            /// The same bytes as e4m3 codes: a pool of u8 that somebody else quantised, or will have quantised.
+            ///
+            /// # Errors
+            /// [`Error::DTypeMismatch`] when the view is neither of u8 nor of codes.
+            pub fn as_codes(self) -> Result<$view<'a>> {
+                if !matches!(self.raw.dtype, DType::U8 | DType::E4m3) {
+                    let expected = "u8 or fp8_e4m3".into();
+                    return Err(Error::DTypeMismatch { tensor: "codes", expected, got: self.raw.dtype });
+                }
+                let raw = Raw { dtype: DType::E4m3, ..self.raw };
+                Ok($view { raw, lifetime: PhantomData })
+            }
+
             /// Refuses another rank, another extent (`None` fits any), dtype or device, or a strided
             /// innermost axis. `tensor` and `letters` name it in the message.
             ///

@@ -101,6 +101,7 @@ impl Batch {
             q: q.tensor(0, shape.dtype, &q_shape).expect("sized for it"),
             k: kv.select(1, 0).expect("keys"),
             v: kv.select(1, 1).expect("values"),
+            kv_scales: None,
             sinks: None,
             alibi_slopes: None,
             o: o.tensor_mut(0, shape.dtype, &q_shape).expect("sized for it"),

@@ -7,6 +7,7 @@
 //! | `paged` | paged attention, and the executor of work lists |
 //! | `mla` | latent attention, dense and over picked latents |
 //! | `dsa` | index scores, and the pick of a row in linear time |
+//! | `e4m3` | e4m3 codes widened under a scale |
 //! | `arena`, `workers` | scratch cut from a workspace; numbered work shared among threads |
 //! | [`peak`] | how fast a thread multiplies and adds |
 //! | `merge` | partial results joined, for [`lse`](crate::lse) |
@@ -19,6 +20,8 @@ pub(crate) mod arena;
 pub mod copy;
 #[cfg(feature = "dsa")]
 pub(crate) mod dsa;
+#[cfg(feature = "lists")]
+pub(crate) mod e4m3;
 pub mod gather;
 pub mod isa;
 pub(crate) mod merge;

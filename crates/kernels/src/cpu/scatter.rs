@@ -30,14 +30,10 @@ pub fn scatter(
         let expected = format!("[T] = [{tokens}]");
         return Err(Error::Shape { tensor: "slots", expected, got: vec![slots.len()] });
     }
-    let limit = pages.saturating_mul(page_size).min(i64::MAX as usize) as i64;
-    if let Some(index) = slots.iter().position(|&slot| !(-1..limit).contains(&slot)) {
-        let why = format!("token {index} goes to a slot below P * S = {limit}, or to none with -1");
-        return Err(Error::Index { array: "slots", index, got: slots[index], why });
-    }
+    let _limit = check_slots(slots, pages, page_size)?;
     #[cfg(feature = "cuda")]
     if stream.device() != Device::Cpu {
-        let path = Path::Scatter { page_size, slots: limit as usize };
+        let path = Path::Scatter { page_size, slots: _limit as usize };
         return Moves { stream, from, to }.by_list(path, |token| slots[token], tokens);
     }
     let write = |part: usize, parts: usize| {
@@ -56,6 +52,18 @@ pub fn scatter(
         in_parts(0, parts, &|part| write(part, parts));
     }
     Ok(())
+}
+
+/// `P * S`, when every slot is below it or -1.
+pub(crate) fn check_slots(slots: &[i64], pages: usize, page_size: usize) -> Result<i64> {
+    let limit = pages.saturating_mul(page_size).min(i64::MAX as usize) as i64;
+    match slots.iter().position(|&slot| !(-1..limit).contains(&slot)) {
+        None => Ok(limit),
+        Some(index) => {
+            let why = format!("token {index} goes to a slot below P * S = {limit}, or to none with -1");
+            Err(Error::Index { array: "slots", index, got: slots[index], why })
+        }
+    }
 }
 
 /// As [`scatter`], by slots that lie on the stream's device, `[T]` i64, contiguous: what a captured run reads anew each time.

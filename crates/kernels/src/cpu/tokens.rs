@@ -3,7 +3,7 @@
 use crate::{Device, Error, Result, TensorMut, TensorRef};
 
 /// Bytes below which one thread copies everything.
-pub(super) const SERIAL_BYTES: usize = 1 << 18;
+pub(crate) const SERIAL_BYTES: usize = 1 << 18;
 
 /// An array whose entries are `[A, B]` or `[B]` with contiguous `B`, in bytes.
 #[derive(Clone, Copy)]
@@ -165,7 +165,7 @@ pub(crate) fn apart(name: &'static str, tensor: &TensorMut<'_>) -> Result<()> {
 }
 
 /// The refusal of an array that is not contiguous.
-pub(super) fn strided(tensor: &'static str, got: &TensorRef<'_>) -> Error {
+pub(crate) fn strided(tensor: &'static str, got: &TensorRef<'_>) -> Error {
     Error::Layout { tensor, shape: got.shape().to_vec(), strides: got.strides().to_vec() }
 }
 

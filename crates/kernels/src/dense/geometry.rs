@@ -30,7 +30,9 @@ impl Geometry {
     /// # Errors
     /// [`Error::Parameter`](crate::Error::Parameter) naming the field, its value and what it may be.
     pub fn check(&self) -> Result<()> {
-        self.with_pages(1).check()
+        let geometry = self.with_pages(1);
+        geometry.check_unscaled("dense attention")?;
+        geometry.check()
     }
 
     /// The same layer over pages of `page_size` slots.

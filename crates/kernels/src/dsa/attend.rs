@@ -21,7 +21,8 @@ pub struct SparseParams<'a> {
     pub q_nope: TensorRef<'a>,
     /// `[T, H, E]`, as `q_nope`: the rotary part; empty when `E` is 0.
     pub q_pe: TensorRef<'a>,
-    /// `[P, S, C + E]`, of the geometry's `kv_dtype`: `[ckv | kpe]` a token; any outer strides.
+    /// `[P, S, C + E]`, of the geometry's `kv_dtype`: `[ckv | kpe]` a token; any outer strides. Of e4m3 `[P, S, B]` u8, as
+    /// [`fp8`](crate::fp8) has it.
     pub latent: TensorRef<'a>,
     /// `[T, K]` i32: positions within the row's request, in any order; -1 anywhere picks nothing. A position listed
     /// twice counts twice. Bits do not depend on the order.
@@ -70,11 +71,16 @@ impl SparseParams<'_> {
         }
         let (tokens, h) = (Some(row_request.len()), Some(geometry.num_qo_heads));
         let (c, e) = (geometry.kv_lora_rank, geometry.qk_rope_head_dim);
-        let (q_dtype, kv_dtype) = (Some(geometry.q_dtype), Some(geometry.kv_dtype));
+        let q_dtype = Some(geometry.q_dtype);
+        let (slot, kv_dtype) = geometry.slot();
+        if geometry.kv_dtype == DType::E4m3 && device != Device::Cpu {
+            let why = "its kernels take latents of f32, bf16 or f16".into();
+            return Err(Error::Unsupported { operation: "sparse attention over fp8_e4m3", device, why });
+        }
         self.q_nope.expect("q_nope", "[T, H, C]", &[tokens, h, Some(c)], q_dtype, device)?;
         self.q_pe.expect("q_pe", "[T, H, E]", &[tokens, h, Some(e)], q_dtype, device)?;
-        let page = [None, Some(geometry.page_size), Some(geometry.latent_dim())];
-        self.latent.expect("latent", "[P, S, C + E]", &page, kv_dtype, device)?;
+        let page = [None, Some(geometry.page_size), Some(slot)];
+        self.latent.expect("latent", "[P, S, C + E], or a token's bytes", &page, Some(kv_dtype), device)?;
         self.selection.expect("selection", "[T, K]", &[tokens, None], Some(DType::I32), device)?;
         self.o.expect("o", "[T, H, C]", &[tokens, h, Some(c)], q_dtype, device)?;
         apart("o", &self.o)?;

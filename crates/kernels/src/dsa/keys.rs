@@ -3,10 +3,8 @@
 use half::{bf16, f16};
 
 use crate::cpu::tokens::apart;
+use crate::fp8::{e4m3_to_f32, f32_to_e4m3, float, scale_of};
 use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
-
-/// The largest e4m3 number.
-const E4M3_MAX: f32 = 448.0;
 
 /// How a token's index key lies in its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,33 +73,6 @@ impl KeyFormat {
     }
 }
 
-/// The number that an e4m3 byte (OCP OFP8 "E4M3", which has no infinity) stands for; `0x7f` and `0xff` are NaN.
-pub const fn e4m3_to_f32(code: u8) -> f32 {
-    let (exponent, mantissa) = ((code >> 3 & 15) as u32, (code & 7) as u32);
-    let magnitude = match (exponent, mantissa) {
-        (15, 7) => f32::NAN,
-        // Multiples of 2^-9.
-        (0, mantissa) => mantissa as f32 / 512.0,
-        _ => f32::from_bits((exponent + 120) << 23 | mantissa << 20),
-    };
-    if code & 0x80 != 0 { -magnitude } else { magnitude }
-}
-
-/// The nearest e4m3 number, ties to even; beyond +-448 (infinities too) it saturates; NaN stays NaN.
-pub fn f32_to_e4m3(x: f32) -> u8 {
-    let sign = (x.to_bits() >> 24) as u8 & 0x80;
-    if x.is_nan() {
-        return sign | 0x7f;
-    }
-    let magnitude = x.abs().min(E4M3_MAX);
-    // Numbers of 2^e..2^(e + 1) are multiples of 2^(e - 3), smaller ones of 2^-9.
-    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
-    let step = f32::from_bits(((exponent - 3 + 127) as u32) << 23);
-    let steps = (magnitude / step).round_ties_even() as i32;
-    // Codes count the numbers in order: eight a power of two.
-    sign | (steps + 8 * (exponent + 6)) as u8
-}
-
 /// Lane `lane` of an fp8 key of `index_head_dim` lanes in its stored form, `[Di e4m3 | f32 scale]`.
 ///
 /// # Panics
@@ -109,22 +80,6 @@ pub fn f32_to_e4m3(x: f32) -> u8 {
 pub fn dequantise_key(stored: &[u8], index_head_dim: usize, lane: usize) -> f32 {
     let scale: [u8; 4] = stored[index_head_dim..][..4].try_into().expect("four bytes");
     e4m3_to_f32(stored[..index_head_dim][lane]) * f32::from_ne_bytes(scale)
-}
-
-/// Number `index` of a run of floats of a type.
-///
-/// # Safety
-/// The run starts at `from` and is longer than `index`.
-#[inline(always)]
-pub(crate) unsafe fn float(dtype: DType, from: *const u8, index: usize) -> f32 {
-    // SAFETY: the caller's promise; any address will do for an unaligned read.
-    unsafe {
-        match dtype {
-            DType::Bf16 => from.cast::<bf16>().add(index).read_unaligned().to_f32(),
-            DType::F16 => from.cast::<f16>().add(index).read_unaligned().to_f32(),
-            _ => from.cast::<f32>().add(index).read_unaligned(),
-        }
-    }
 }
 
 /// Stores keys `[T, Di]` (f32, bf16 or f16; any outer stride) as fp8, `[T, Di + 4]` u8: `[Di e4m3 | f32 scale]`.
@@ -147,7 +102,7 @@ pub fn quantise_keys(keys: TensorRef<'_>, mut out: TensorMut<'_>) -> Result<()> 
         let lane = |lane: usize| unsafe { float(keys.dtype(), row, lane) };
         // `max` passes over NaN.
         let largest = (0..di).map(|d| lane(d).abs()).fold(0f32, f32::max);
-        let scale = if largest == 0.0 { 1.0 } else { (largest / E4M3_MAX).max(f32::MIN_POSITIVE) };
+        let scale = scale_of(largest);
         // SAFETY: row `token` of `out` has `Di + 4` contiguous bytes, and `&mut` makes them ours.
         let stored = unsafe { std::slice::from_raw_parts_mut(to.wrapping_add(token * to_stride), width) };
         for (d, code) in stored[..di].iter_mut().enumerate() {
@@ -225,35 +180,6 @@ pub fn store_keys_at(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn e4m3_codes_are_their_own_nearest_numbers_and_order_as_they_do() {
-        for code in 0..=255u8 {
-            let x = e4m3_to_f32(code);
-            assert_eq!(x.is_nan(), code & 0x7f == 0x7f);
-            assert_eq!(f32_to_e4m3(x), code, "{x}");
-            assert!(x.is_nan() || bf16::from_f32(x).to_f32() == x, "exact in bf16");
-        }
-        assert_eq!(
-            (e4m3_to_f32(0x7e), e4m3_to_f32(0x01), e4m3_to_f32(0x08)),
-            (448.0, 1.0 / 512.0, 1.0 / 64.0)
-        );
-    }
-
-    #[test]
-    fn rounding_is_to_nearest_even_and_saturates() {
-        for code in 0..0x7eu8 {
-            let (low, high) = (e4m3_to_f32(code), e4m3_to_f32(code + 1));
-            let middle = (low + high) / 2.0;
-            assert_eq!(f32_to_e4m3(middle), code + (code & 1), "{low} {high}");
-            assert_eq!(f32_to_e4m3(middle.next_down()), code);
-            assert_eq!(f32_to_e4m3(-middle.next_up()), 0x80 | (code + 1));
-        }
-        for huge in [449.0, 1e30, f32::INFINITY] {
-            assert_eq!((f32_to_e4m3(huge), f32_to_e4m3(-huge)), (0x7e, 0xfe));
-        }
-        assert_eq!((f32_to_e4m3(0.0), f32_to_e4m3(-0.0), f32_to_e4m3(1e-40)), (0, 0x80, 0));
-    }
 
     fn stored(keys: &[f32], di: usize) -> Vec<u8> {
         let mut out = vec![0xaau8; keys.len() / di * (di + 4)];

@@ -37,13 +37,14 @@ mod select;
 mod table;
 mod topk;
 
+pub(crate) use crate::fp8::float;
+pub use crate::fp8::{e4m3_to_f32, f32_to_e4m3};
 pub use attend::{
     SparseParams, prepare_sparse, sparse_attend, sparse_attend_at, sparse_workspace_bytes,
     sparse_workspace_bytes_on,
 };
 pub use device::DeviceTable;
-pub(crate) use keys::float;
-pub use keys::{KeyFormat, dequantise_key, e4m3_to_f32, f32_to_e4m3, quantise_keys, store_keys_at};
+pub use keys::{KeyFormat, dequantise_key, quantise_keys, store_keys_at};
 pub use scores::{ScoresParams, scores, scores_at, scores_workspace_bytes};
 pub use select::{
     SelectParams, index_topk, prepare_select, select, select_at, select_workspace_bytes,

@@ -32,7 +32,9 @@ impl Geometry {
     /// # Errors
     /// [`Error::Parameter`](crate::Error::Parameter) naming the field, its value and what it may be.
     pub fn check(&self) -> Result<()> {
-        self.with_blocks(1, false).check()
+        let geometry = self.with_blocks(1, false);
+        geometry.check_unscaled("block-mask attention")?;
+        geometry.check()
     }
 
     /// The shapes that a work list is made for: pages are blocks, and where rows have one query head each there is one.

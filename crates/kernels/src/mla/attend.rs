@@ -18,7 +18,7 @@ pub struct AttendParams<'a> {
     /// `[T, H, E]`, as `q_nope`: the rotary part; empty when `E` is 0.
     pub q_pe: TensorRef<'a>,
     /// `[P, S, C + E]`, of the geometry's `kv_dtype`: `[ckv | kpe]` a token; any outer strides. `P` is at least the
-    /// table's.
+    /// table's. Of e4m3 `[P, S, B]` u8, as [`fp8`](crate::fp8) has it.
     pub latent: TensorRef<'a>,
     /// `[T, H, C]`, of the geometry's `q_dtype`, in latent space; every element is written.
     pub o: TensorMut<'a>,
@@ -53,11 +53,13 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
     let geometry = work.geometry();
     let (tokens, h) = (Some(work.num_tokens()), Some(geometry.num_qo_heads));
     let (depth, width) = (geometry.head_dim_qk, geometry.head_dim_vo);
-    let (q_dtype, kv_dtype) = (Some(geometry.q_dtype), Some(geometry.kv_dtype));
+    let q_dtype = Some(geometry.q_dtype);
+    let (slot, kv_dtype) = super::geometry::slot(geometry.kv_dtype, width, depth - width);
     q_nope.expect("q_nope", "[T, H, C]", &[tokens, h, Some(width)], q_dtype, device)?;
     q_pe.expect("q_pe", "[T, H, E]", &[tokens, h, Some(depth - width)], q_dtype, device)?;
-    let page = [None, Some(geometry.page_size), Some(depth)];
-    latent.expect("latent", "[P, S, C + E]", &page, kv_dtype, device)?;
+    let page = [None, Some(geometry.page_size), Some(slot)];
+    let expected = if geometry.is_fp8() { "[P, S, C + 4 * ceil(C / 128) + 2 * E]" } else { "[P, S, C + E]" };
+    latent.expect("latent", expected, &page, Some(kv_dtype), device)?;
     if latent.shape()[0] < work.num_pages() {
         let expected = format!("[P, S, C + E] with P at least {}", work.num_pages());
         return Err(Error::Shape { tensor: "latent", expected, got: latent.shape().to_vec() });

@@ -1,6 +1,6 @@
 //! The shapes and the arithmetic of a layer of latent attention.
 
-use crate::{DType, Error, Result, paged};
+use crate::{DType, Error, Result, fp8, paged};
 
 /// The widest latent, `C + E`, that the kernels take.
 pub const MAX_LATENT_DIM: usize = 16_384;
@@ -18,7 +18,8 @@ pub struct Geometry {
     pub page_size: usize,
     /// Element type of queries and outputs: f32, bf16 or f16.
     pub q_dtype: DType,
-    /// Element type of stored latents: f32, bf16 or f16.
+    /// Element type of stored latents: f32, bf16, f16, or e4m3 under scales, with rotary lanes in bf16 (see
+    /// [`store_latents`](crate::fp8::store_latents)); `C` is then a multiple of 4, and `E` of 2.
     pub kv_dtype: DType,
 }
 
@@ -26,6 +27,12 @@ impl Geometry {
     /// `C + E`: lanes of a latent.
     pub fn latent_dim(&self) -> usize {
         self.kv_lora_rank.saturating_add(self.qk_rope_head_dim)
+    }
+
+    /// What a slot holds: elements, and their type. [`latent_dim`](Geometry::latent_dim) of `kv_dtype`, or of e4m3
+    /// [`latent_bytes`](fp8::latent_bytes) bytes.
+    pub fn slot(&self) -> (usize, DType) {
+        slot(self.kv_dtype, self.kv_lora_rank, self.qk_rope_head_dim)
     }
 
     /// Refuses what no kernel takes.
@@ -48,12 +55,14 @@ impl Geometry {
         if self.page_size == 0 || self.page_size > i32::MAX as usize {
             return refuse("page_size", "must be 1..=2147483647".into(), self.page_size.to_string());
         }
-        for (name, dtype) in [("q_dtype", self.q_dtype), ("kv_dtype", self.kv_dtype)] {
-            if !dtype.is_float() {
-                return refuse(name, "must be f32, bf16 or f16".into(), dtype.to_string());
-            }
+        if !self.q_dtype.is_float() {
+            return refuse("q_dtype", "must be f32, bf16 or f16".into(), self.q_dtype.to_string());
         }
-        Ok(())
+        match self.kv_dtype {
+            DType::E4m3 => fp8::check_latent(c, self.qk_rope_head_dim),
+            dtype if dtype.is_float() => Ok(()),
+            dtype => refuse("kv_dtype", "must be f32, bf16, f16 or fp8_e4m3".into(), dtype.to_string()),
+        }
     }
 
     /// The same layer as one key head whose value is part of its key.
@@ -67,6 +76,14 @@ impl Geometry {
             q_dtype: self.q_dtype,
             kv_dtype: self.kv_dtype,
         }
+    }
+}
+
+/// [`Geometry::slot`] of a type and widths.
+pub(crate) fn slot(kv_dtype: DType, c: usize, e: usize) -> (usize, DType) {
+    match kv_dtype {
+        DType::E4m3 => (fp8::latent_bytes(c, e), DType::U8),
+        dtype => (c.saturating_add(e), dtype),
     }
 }
 

@@ -20,6 +20,9 @@ pub struct AttendParams<'a> {
     pub k: TensorRef<'a>,
     /// `[P, S, G, Dv]`, as `k`.
     pub v: TensorRef<'a>,
+    /// Scales of keys and of values, each `[P, S, G]` f32, any strides: given exactly when `kv_dtype` is e4m3, where lane `d` of a
+    /// key is its scale times its code.
+    pub kv_scales: Option<[TensorRef<'a>; 2]>,
     /// `[H]` f32, natural-log units, contiguous; given exactly when the variant has sinks.
     pub sinks: Option<TensorRef<'a>>,
     /// `[H]` f32, contiguous; given exactly when the variant has ALiBi.
@@ -48,7 +51,8 @@ pub fn workspace_bytes(work: &WorkList, workers: usize) -> usize {
 /// Tensors of another shape, dtype, layout or device than the list was made for; sinks or slopes given without
 /// the variant asking, or missing; a workspace that is too small; a device without a kernel.
 pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
-    let AttendParams { work, q, k, v, sinks, alibi_slopes, mut o, lse, workspace, workers } = params;
+    let AttendParams { work, q, k, v, kv_scales, sinks, alibi_slopes, mut o, lse, workspace, workers } =
+        params;
     let device = crate::device::supported("paged attention", stream)?;
     if work.stored != Stored::Heads {
         let why = "the list is of latent attention; run it by mla::attend".into();
@@ -72,6 +76,7 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         let expected = format!("[P, S, G, Dv] with k's P = {}", k.shape()[0]);
         return Err(Error::Shape { tensor: "v", expected, got: v.shape().to_vec() });
     }
+    check_scales(kv_scales, geometry.kv_dtype == DType::E4m3, &[Some(k.shape()[0]), s, g], device)?;
     o.expect("o", "[T, H, Dv]", &[tokens, h, dv], q_dtype, device)?;
     apart("o", &o)?;
     if let Some(lse) = &lse {
@@ -93,9 +98,28 @@ pub fn attend(stream: &Stream, params: AttendParams<'_>) -> Result<()> {
         alibi_slopes: None,
         o: Out::of(&mut o),
         lse: lse.map(|mut lse| Out::of(&mut lse)),
-        extra: Extra::default(),
+        extra: Extra { scales: kv_scales, ..Extra::default() },
     };
     dispatch::attend(stream, call, HeadValues { sinks, alibi_slopes }, workspace, workers)
+}
+
+fn check_scales(
+    given: Option<[TensorRef<'_>; 2]>,
+    wanted: bool,
+    shape: &[Option<usize>],
+    device: Device,
+) -> Result<()> {
+    let refuse =
+        |why: &str, got: &str| Err(Error::Parameter { name: "kv_scales", why: why.into(), got: got.into() });
+    match (given, wanted) {
+        (None, false) => Ok(()),
+        (None, true) => refuse("keys and values in fp8_e4m3 come with theirs, [P, S, G] f32 each", "none"),
+        (Some(_), false) => refuse("kv_dtype is not fp8_e4m3: leave them out", "tensors"),
+        (Some([k, v]), true) => {
+            k.expect("k_scales", "[P, S, G]", shape, Some(DType::F32), device)?;
+            v.expect("v_scales", "[P, S, G]", shape, Some(DType::F32), device)
+        }
+    }
 }
 
 fn head_values<'a>(

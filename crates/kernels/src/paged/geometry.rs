@@ -20,7 +20,7 @@ pub struct Geometry {
     pub page_size: usize,
     /// Element type of queries and outputs: f32, bf16 or f16.
     pub q_dtype: DType,
-    /// Element type of stored keys and values: f32, bf16 or f16.
+    /// Element type of stored keys and values: f32, bf16, f16, or e4m3 with scales beside.
     pub kv_dtype: DType,
 }
 
@@ -28,6 +28,21 @@ impl Geometry {
     /// Query heads that share one key head, `H / G`.
     pub fn group(&self) -> usize {
         self.num_qo_heads / self.num_kv_heads.max(1)
+    }
+
+    /// Whether keys and values are codes under scales.
+    pub(crate) fn is_fp8(&self) -> bool {
+        self.kv_dtype == DType::E4m3
+    }
+
+    /// Refuses e4m3, where `what` does not take it.
+    #[cfg(any(feature = "dense", feature = "flex"))]
+    pub(crate) fn check_unscaled(&self, what: &str) -> Result<()> {
+        if !self.is_fp8() {
+            return Ok(());
+        }
+        let why = format!("{what} takes f32, bf16 or f16: it has no scales");
+        Err(Error::Parameter { name: "kv_dtype", why, got: self.kv_dtype.to_string() })
     }
 
     /// Refuses what no kernel takes.
@@ -51,10 +66,15 @@ impl Geometry {
         if self.page_size == 0 || self.page_size > i32::MAX as usize {
             return refuse("page_size", "must be 1..=2147483647".into(), self.page_size.to_string());
         }
-        for (name, dtype) in [("q_dtype", self.q_dtype), ("kv_dtype", self.kv_dtype)] {
-            if !dtype.is_float() {
-                return refuse(name, "must be f32, bf16 or f16".into(), dtype.to_string());
-            }
+        if !self.q_dtype.is_float() {
+            return refuse("q_dtype", "must be f32, bf16 or f16".into(), self.q_dtype.to_string());
+        }
+        if !self.kv_dtype.is_float() && !self.is_fp8() {
+            return refuse(
+                "kv_dtype",
+                "must be f32, bf16, f16 or fp8_e4m3".into(),
+                self.kv_dtype.to_string(),
+            );
         }
         Ok(())
     }

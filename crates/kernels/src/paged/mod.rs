@@ -26,6 +26,8 @@ pub(crate) use family::blocks_leaf;
 pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
 pub use geometry::{Geometry, MAX_HEAD_DIM};
 pub(crate) use schedule::Scratch;
+#[cfg(feature = "paged")]
+pub(crate) use schedule::most_heads;
 #[cfg(feature = "dense")]
 pub(crate) use schedule::padding;
 #[cfg(any(feature = "paged", feature = "mla"))]

@@ -81,6 +81,14 @@ impl Default for ScheduleOptions {
     }
 }
 
+/// Key heads that one item takes at most.
+pub(crate) fn most_heads(geometry: &Geometry) -> usize {
+    let width = geometry.head_dim_qk + geometry.head_dim_vo;
+    // Codes are widened before they are multiplied.
+    let size = if geometry.is_fp8() { size_of::<f32>() } else { geometry.kv_dtype.size() };
+    (MAX_TILE_BYTES / (KEYS_AHEAD * width * size)).clamp(1, geometry.num_kv_heads)
+}
+
 /// Checks a batch and writes its work list into `list`, whose memory is used again.
 ///
 /// # Errors
@@ -107,6 +115,10 @@ pub(crate) fn schedule_as(
 ) -> Result<()> {
     variant.check()?;
     table.check(geometry)?;
+    if options.target == Target::Blocks && geometry.is_fp8() {
+        let why = "a device's kernels take f32, bf16 or f16".into();
+        return Err(Error::Parameter { name: "kv_dtype", why, got: geometry.kv_dtype.to_string() });
+    }
     let tokens = table.num_tokens();
     let padded = options.pad_to.unwrap_or(tokens);
     if padded < tokens || padded > i32::MAX as usize {
@@ -275,9 +287,7 @@ impl Scheduler<'_> {
         let workers = self.options.workers.clamp(1, crate::cpu::workers::MAX_WORKERS) as u64;
         let target = (total / (workers * ITEMS_PER_WORKER)).max(MIN_ITEM_COST);
         // Heads are taken together, so that pages are read as they lie, unless leaves alone cannot feed the workers.
-        let width = self.geometry.head_dim_qk + self.geometry.head_dim_vo;
-        let tile_bytes = KEYS_AHEAD * width * self.geometry.kv_dtype.size();
-        let mut head_cap = (MAX_TILE_BYTES / tile_bytes).clamp(1, self.geometry.num_kv_heads);
+        let mut head_cap = most_heads(&self.geometry);
         while head_cap > 1 && leaf_total * heads.div_ceil(head_cap as u64) < 4 * workers && total > 2 * target
         {
             head_cap = head_cap.div_ceil(2);

@@ -1,1 +1,4 @@
+//! Attention over pages of codes.
 
+#[cfg(feature = "paged")]
+mod fp8;

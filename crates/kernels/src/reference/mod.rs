@@ -12,6 +12,7 @@
 //! | [`flex`](mod@flex) | batches over blocks written or not, with a score mod |
 //! | [`ring`](mod@ring) | passes over a ring of frames per world, and which blocks each pass saw |
 //! | [`dsa_select`](mod@dsa_select), [`dsa_attend`](mod@dsa_attend) | top-k by index keys, and absorbed attention over the pick |
+//! | [`fp8`] | what caches of e4m3 stand for, for the oracles above |
 //!
 //! Rules that all of them share: query head `h` reads key head `h / (H / G)`; scores are `sm_scale * q.k`
 //! in f64; a query that sees no key has `o = 0` and `lse = -inf`, with or without a sink; `lse` is natural.
@@ -21,6 +22,7 @@ pub mod dense;
 pub mod dsa_attend;
 pub mod dsa_select;
 pub mod flex;
+pub mod fp8;
 pub mod mla;
 pub mod paged;
 pub mod ring;

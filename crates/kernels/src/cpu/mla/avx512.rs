@@ -10,6 +10,9 @@
 
 use std::arch::x86_64::*;
 
+use crate::cpu::Isa;
+use crate::cpu::e4m3::widen_on;
+
 use super::body::{Body, CHUNK, GROUP, Scores, Softmax, TILE, Values};
 use super::generic::{self, EXP2};
 
@@ -428,10 +431,24 @@ unsafe fn softmax_pairs(job: &mut Softmax<'_>) {
 
 /// The body; with `dot`, operands are bf16 and multiplied as such.
 pub(super) fn body(dot: bool) -> Body {
-    let widen = generic::avx2_body().widen;
+    let (widen, widen_codes) = (generic::avx2_body().widen, widen_on(Isa::Avx512));
     if dot {
-        Body { pairs: true, scores: scores_pairs, softmax: softmax_pairs, values: values_pairs, widen }
+        Body {
+            pairs: true,
+            scores: scores_pairs,
+            softmax: softmax_pairs,
+            values: values_pairs,
+            widen_codes,
+            widen,
+        }
     } else {
-        Body { pairs: false, scores: scores_f32, softmax: softmax_f32, values: values_f32, widen }
+        Body {
+            pairs: false,
+            scores: scores_f32,
+            softmax: softmax_f32,
+            values: values_f32,
+            widen_codes,
+            widen,
+        }
     }
 }

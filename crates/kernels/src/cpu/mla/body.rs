@@ -88,6 +88,8 @@ pub(super) struct Body {
     pub(super) softmax: unsafe fn(&mut Softmax<'_>),
     /// Needs the instruction set, and values of `width` readable elements.
     pub(super) values: unsafe fn(&mut Values<'_>),
+    /// Widens e4m3 codes under a scale.
+    pub(super) widen_codes: crate::cpu::e4m3::Widen,
     /// Widens elements to f32. Needs the instruction set, and as many readable elements of that type.
     pub(super) widen: unsafe fn(*const u8, DType, &mut [f32]),
 }

@@ -5,6 +5,7 @@ use half::{bf16, f16};
 use crate::DType;
 use crate::cpu::arena::{Arena, arena_bytes};
 use crate::cpu::paged::{LINE, acc_stride};
+use crate::fp8::{LATENT_GROUP, latent_scales};
 use crate::mutant::planted;
 
 use super::body::{Body, GROUP, Scores, Softmax, TILE, Values};
@@ -29,6 +30,27 @@ impl Shape {
     /// Whether latents are copied, widened or padded, before they are multiplied.
     fn staged(&self) -> bool {
         if self.body.pairs { !self.depth.is_multiple_of(2) } else { self.kv_dtype != DType::F32 }
+    }
+
+    /// Widens a latent of e4m3 codes, `[C | scales | rotary lanes]`, each group of lanes under its own scale.
+    ///
+    /// # Safety
+    /// The body's instruction set is supported, and `latent_bytes` bytes are readable at `row`.
+    unsafe fn dequantise(&self, row: *const u8, to: &mut [f32]) {
+        let (codes, rope) = to.split_at_mut(self.width);
+        let scales = row.wrapping_add(self.width);
+        for (group, lanes) in codes.chunks_mut(LATENT_GROUP).enumerate() {
+            let of = if planted("fp8-neighbours-scale") { group / 2 } else { group };
+            // SAFETY: the caller's promise; there are as many scales as groups.
+            unsafe {
+                let scale = scales.cast::<f32>().add(of).read_unaligned();
+                let scale = if planted("fp8-scale-ignored") { 1.0 } else { scale };
+                (self.body.widen_codes)(row.add(group * LATENT_GROUP), scale, lanes);
+            }
+        }
+        let from = scales.wrapping_add(size_of::<f32>() * latent_scales(self.width));
+        // SAFETY: as above; the rotary lanes are bf16.
+        unsafe { (self.body.widen)(from, DType::Bf16, rope) };
     }
 
     /// The depth as bodies see it: whole pairs.
@@ -247,6 +269,9 @@ impl<'a> Engine<'a> {
                     *to = unsafe { row.cast::<u16>().add(i).read_unaligned() };
                 }
                 to[depth] = 0;
+            } else if self.shape.kv_dtype == DType::E4m3 {
+                // SAFETY: the caller's promise.
+                unsafe { self.shape.dequantise(row, &mut to[..depth]) };
             } else {
                 // SAFETY: the caller's promise.
                 unsafe { (self.shape.body.widen)(row, self.shape.kv_dtype, &mut to[..depth]) };

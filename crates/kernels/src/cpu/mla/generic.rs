@@ -3,6 +3,10 @@
 use half::{bf16, f16};
 
 use crate::DType;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::Isa::Avx2Fma;
+use crate::cpu::Isa::Portable;
+use crate::cpu::e4m3::widen_on;
 
 use super::body::{Body, CHUNK, GROUP, Scores, Softmax, TILE, Values};
 
@@ -196,6 +200,7 @@ pub(super) fn portable_body() -> Body {
         scores: scores_portable,
         softmax: softmax::<false>,
         values: values_portable,
+        widen_codes: widen_on(Portable),
         widen: widen_portable,
     }
 }
@@ -246,6 +251,7 @@ pub(super) fn avx2_body() -> Body {
         scores: avx2::scores_avx2,
         softmax: avx2::softmax_avx2,
         values: avx2::values_avx2,
+        widen_codes: widen_on(Avx2Fma),
         widen: widen_avx2,
     }
 }

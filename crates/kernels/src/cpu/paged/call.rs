@@ -85,6 +85,9 @@ pub(crate) struct Call<'a> {
 pub(crate) struct Extra<'a> {
     /// `[T, H]` f32: the largest score of each query.
     pub(crate) max_scores: Option<Out>,
+    /// `[P, S, G]` f32: the scales of keys and of values that are e4m3.
+    #[cfg_attr(not(feature = "paged"), allow(dead_code))]
+    pub(crate) scales: Option<[TensorRef<'a>; 2]>,
     #[cfg(feature = "dense")]
     /// Keys and values of prefixes, packed `[U, G, D]` or in pages `[P, S, G, D]`.
     pub(crate) prefix: Option<[TensorRef<'a>; 2]>,

@@ -41,6 +41,7 @@ fn pages<'a>(call: &'a Call<'a>, index: usize, kv_head: usize) -> Source<'a> {
     let run = KeyRun {
         k: Slots::of_pages(call.k, kv_head),
         v: Slots::of_pages(call.v, kv_head),
+        scales: call.extra.scales.map(|scales| scales.map(|scales| Slots::of_scales(scales, kv_head))),
         pages: page_ids(call, index),
         origin: row.kv_offset.into(),
         end: row.kv_len as usize,
@@ -59,6 +60,7 @@ fn segments<'a>(call: &'a Call<'a>, index: usize, kv_head: usize) -> Source<'a> 
     let fresh = KeyRun {
         k: Slots::of_packed(call.k, kv_head),
         v: Slots::of_packed(call.v, kv_head),
+        scales: None,
         pages: &[0],
         origin: prefix_len - shift - i64::from(segment.fresh_begin),
         end: row.kv_len as usize,
@@ -71,7 +73,7 @@ fn segments<'a>(call: &'a Call<'a>, index: usize, kv_head: usize) -> Source<'a> 
                 (Slots::of_packed(k, kv_head), Slots::of_packed(v, kv_head), &[0])
             };
             let origin = -i64::from(segment.prefix_begin);
-            KeyRun { k, v, pages, origin, end: segment.prefix_len as usize }
+            KeyRun { k, v, scales: None, pages, origin, end: segment.prefix_len as usize }
         }
         _ => KeyRun { origin: 0, end: 0, ..fresh },
     };
@@ -99,7 +101,8 @@ fn blocks<'a>(call: &'a Call<'a>, index: usize, q_first: usize, kv_head: usize) 
     };
     let ids = page_ids(call, index);
     let beside = row.page_begin as usize..(row.page_begin + row.page_count) as usize;
-    let run = KeyRun { k: rows(call.k), v: rows(call.v), pages: ids, origin: 0, end: row.kv_len as usize };
+    let (k, v) = (rows(call.k), rows(call.v));
+    let run = KeyRun { k, v, scales: None, pages: ids, origin: 0, end: row.kv_len as usize };
     let mods = call.extra.mods.map(|mods| TileMods {
         mods,
         batch,

@@ -129,6 +129,7 @@ impl Paged {
                 q: slot.q.tensor(0, q_dtype, &[tokens, h, d])?,
                 k: self.k.tensor(0, kv_dtype, &[self.pages, s, g, d])?,
                 v: self.v.tensor(0, kv_dtype, &[self.pages, s, g, dv])?,
+                kv_scales: None,
                 sinks: None,
                 alibi_slopes: None,
                 o: slot.o.tensor_mut(0, q_dtype, &[tokens, h, dv])?,

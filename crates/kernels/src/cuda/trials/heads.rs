@@ -105,6 +105,7 @@ impl Family for OverHeads {
                 q: q.tensor(0, dtype, &[tokens, heads, self.d]).unwrap(),
                 k: k.tensor(0, dtype, &[pages.pool, self.page, self.g, self.d]).unwrap(),
                 v: v.tensor(0, dtype, &[pages.pool, self.page, self.g, self.dv]).unwrap(),
+                kv_scales: None,
                 sinks: self.variant.sinks.then(|| sinks.tensor(0, DType::F32, &[heads]).unwrap()),
                 alibi_slopes: self.variant.alibi.then(|| slopes.tensor(0, DType::F32, &[heads]).unwrap()),
                 o,

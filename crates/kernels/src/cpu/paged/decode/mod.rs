@@ -21,7 +21,9 @@ use super::call::Call;
 use super::state::{State, Tree, acc_begin, acc_stride, state_len};
 use crate::cpu::address::token_offset;
 use crate::cpu::arena::{Arena, arena_bytes};
+use crate::cpu::e4m3::widen_on;
 use crate::mutant::planted;
+use crate::paged::Geometry;
 use crate::work::{Item, Member, NO_MASK, Row, WorkList};
 use crate::{DType, TensorRef};
 
@@ -71,6 +73,13 @@ pub(super) fn scratch_bytes(work: &WorkList) -> usize {
         + arena_bytes::<f32>(work.max_vectors * q_stride(work.geometry.head_dim_qk))
         + arena_bytes::<f32>(work.max_vectors * TILE)
         + arena_bytes::<f32>(work.max_state_len * work.max_depth)
+        + arena_bytes::<f32>(widened_len(&work.geometry))
+}
+
+/// Floats that a tile of keys, or of values, takes when it is widened from e4m3 for all heads of an item.
+fn widened_len(geometry: &Geometry) -> usize {
+    let width = geometry.head_dim_qk.max(geometry.head_dim_vo);
+    if geometry.is_fp8() { TILE * crate::paged::most_heads(geometry) * width } else { 0 }
 }
 
 /// A cache tensor `[P, S, G, D]` from an item's first head on, as addresses.
@@ -172,6 +181,7 @@ pub(super) fn run(
     }
     let scores = arena.take::<f32>(work.max_vectors * TILE);
     let states = arena.take::<f32>(work.max_state_len * work.max_depth);
+    let widened = arena.take::<f32>(widened_len(geometry));
     Pass {
         call,
         row: work.rows[members[0].row as usize],
@@ -181,6 +191,7 @@ pub(super) fn run(
         packed,
         scores,
         states,
+        widened,
         first_head: item.kv_head_begin as usize,
         heads,
         lanes,
@@ -258,6 +269,13 @@ fn pack_queries(
     }
 }
 
+/// Keys or values.
+#[derive(Clone, Copy)]
+enum Side {
+    Keys,
+    Values,
+}
+
 /// One item's pass over its keys.
 struct Pass<'a> {
     call: &'a Call<'a>,
@@ -273,6 +291,8 @@ struct Pass<'a> {
     scores: &'a mut [f32],
     /// `[depth, heads, state_len]`.
     states: &'a mut [f32],
+    /// A tile's keys, then its values, `[TILE, heads, D]`, where they are codes.
+    widened: &'a mut [f32],
     first_head: usize,
     heads: usize,
     lanes: usize,
@@ -346,6 +366,44 @@ impl Pass<'_> {
         }
     }
 
+    /// Widens the rows of the keys in `seen` under the item's heads, each by its own scale, and says where they lie then.
+    /// Returns the bytes from a row under one head to the same row under the next.
+    fn widen(&mut self, tile: u32, seen: u64, side: Side, rows: &mut [*const u8; TILE]) -> usize {
+        let geometry = &self.call.geometry;
+        let (width, plane, scales) = match (side, &self.call.extra.scales) {
+            (Side::Keys, Some([scales, _])) => (geometry.head_dim_qk, &self.k, scales),
+            (Side::Values, Some([_, scales])) => (geometry.head_dim_vo, &self.v, scales),
+            (_, None) => unreachable!("a call over codes has scales"),
+        };
+        let row = &self.row;
+        let pages = &self.call.work.pages[row.page_begin as usize..][..row.page_count as usize];
+        let page_size = geometry.page_size as u64;
+        let first = u64::from(tile) * TILE as u64;
+        let widen = widen_on(self.call.isa);
+        let strides = scales.strides();
+        for (begin, end) in runs(seen) {
+            for key in begin..end {
+                let at = first + key as u64 - u64::from(row.kv_offset);
+                let at = if planted("fp8-neighbours-scale") { at ^ 1 } else { at };
+                let (id, slot) = (pages[(at / page_size) as usize] as u32, (at % page_size) as u32);
+                let scale = token_offset(id, slot, strides[0] as u64, strides[1] as u64) as usize;
+                let to = &mut self.widened[key * self.heads * width..][..self.heads * width];
+                for (head, to) in to.chunks_exact_mut(width).enumerate() {
+                    let scale = scale + (self.first_head + head) * strides[2];
+                    // SAFETY: the key is seen by a query of the row, hence inside its pages, whose ids are below `P`: its codes
+                    // and its scale under each of the item's heads lie in their tensors. The instruction set is supported.
+                    unsafe {
+                        let scale = scales.as_ptr().cast::<f32>().add(scale).read_unaligned();
+                        let scale = if planted("fp8-scale-ignored") { 1.0 } else { scale };
+                        widen(rows[key].wrapping_add(head * plane.head), scale, to);
+                    }
+                }
+                rows[key] = to.as_ptr().cast();
+            }
+        }
+        width * size_of::<f32>()
+    }
+
     fn state_len(&self) -> usize {
         state_len(self.lanes, self.call.geometry.head_dim_vo)
     }
@@ -386,6 +444,11 @@ impl Pass<'_> {
         let raw = self.call.raw_scores();
         let stride = q_stride(geometry.head_dim_qk);
         let mut ahead = self.ahead(&self.v, &now.v[now.seen()], &next.k[next.seen()]);
+        let codes = geometry.is_fp8();
+        let (mut keys, mut key_head) = (now.k, self.k.head);
+        if codes {
+            key_head = self.widen(tile, now.seen, Side::Keys, &mut keys);
+        }
         for (first, end) in runs(now.seen) {
             let job = Scores {
                 q: self.packed.as_ptr().cast(),
@@ -393,8 +456,8 @@ impl Pass<'_> {
                 q_head: self.lanes * stride * size_of::<f32>(),
                 heads: self.heads,
                 lanes: self.lanes,
-                keys: &now.k[first..end],
-                key_head: self.k.head,
+                keys: &keys[first..end],
+                key_head,
                 head_dim: geometry.head_dim_qk,
                 scores: self.scores[first..].as_mut_ptr(),
                 ahead: std::mem::replace(&mut ahead, Ahead::NOTHING),
@@ -438,6 +501,10 @@ impl Pass<'_> {
         let between = span(now.seen);
         let valued = if planted("masked-v-not-zeroed") { between } else { now.seen };
         let mut ahead = self.ahead(&self.k, &next.k[next.seen()], &next.v[next.seen()]);
+        let (mut rows, mut value_head) = (now.v, self.v.head);
+        if codes {
+            value_head = self.widen(tile, valued, Side::Values, &mut rows);
+        }
         let states = &mut self.states[depth * self.heads * len..(depth + 1) * self.heads * len];
         let acc = states[acc_begin(self.lanes)..].as_mut_ptr();
         for (first, end) in runs(valued) {
@@ -445,8 +512,8 @@ impl Pass<'_> {
                 weights: self.scores[first..].as_ptr(),
                 heads: self.heads,
                 lanes: self.lanes,
-                values: &now.v[first..end],
-                value_head: self.v.head,
+                values: &rows[first..end],
+                value_head,
                 head_dim: width,
                 acc,
                 acc_stride: acc_width,

@@ -68,13 +68,13 @@ pub(super) trait Body {
 
     /// # Safety
     /// As [`pack::queries`].
-    unsafe fn pack_queries(rows: &[*const u8], shape: &pack::Packing, to: *mut u32, stage: *mut u32);
+    unsafe fn pack_queries(rows: &[*const u8], shape: &pack::Packing<'_>, to: *mut u32, stage: *mut u32);
     /// # Safety
     /// As [`pack::keys`].
-    unsafe fn pack_keys(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32);
+    unsafe fn pack_keys(rows: &KeyRows, shape: &pack::Packing<'_>, to: *mut u32, stage: *mut u32);
     /// # Safety
     /// As [`pack::values`].
-    unsafe fn pack_values(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32);
+    unsafe fn pack_values(rows: &KeyRows, shape: &pack::Packing<'_>, to: *mut u32, stage: *mut u32);
     /// Asks for `bytes` from `at` on to be brought near.
     ///
     /// # Safety
@@ -281,9 +281,9 @@ macro_rules! body {
             const ROWS: usize = $rows;
             const PER_WORD: usize = <$product as Product<$simd>>::PER_WORD;
 
-            unsafe fn pack_queries(rows: &[*const u8], shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+            unsafe fn pack_queries(rows: &[*const u8], shape: &pack::Packing<'_>, to: *mut u32, stage: *mut u32) {
                 $(#[target_feature(enable = $features)])?
-                unsafe fn inner(rows: &[*const u8], shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+                unsafe fn inner(rows: &[*const u8], shape: &pack::Packing<'_>, to: *mut u32, stage: *mut u32) {
                     // SAFETY: the caller's promise.
                     unsafe { pack::queries::<$simd, $product, $rows>($token, rows, shape, to, stage) }
                 }
@@ -291,9 +291,9 @@ macro_rules! body {
                 unsafe { inner(rows, shape, to, stage) }
             }
 
-            unsafe fn pack_keys(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+            unsafe fn pack_keys(rows: &KeyRows, shape: &pack::Packing<'_>, to: *mut u32, stage: *mut u32) {
                 $(#[target_feature(enable = $features)])?
-                unsafe fn inner(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+                unsafe fn inner(rows: &KeyRows, shape: &pack::Packing<'_>, to: *mut u32, stage: *mut u32) {
                     // SAFETY: the caller's promise.
                     unsafe { pack::keys::<$simd, $product>($token, rows, shape, to, stage) }
                 }
@@ -301,9 +301,9 @@ macro_rules! body {
                 unsafe { inner(rows, shape, to, stage) }
             }
 
-            unsafe fn pack_values(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+            unsafe fn pack_values(rows: &KeyRows, shape: &pack::Packing<'_>, to: *mut u32, stage: *mut u32) {
                 $(#[target_feature(enable = $features)])?
-                unsafe fn inner(rows: &KeyRows, shape: &pack::Packing, to: *mut u32, stage: *mut u32) {
+                unsafe fn inner(rows: &KeyRows, shape: &pack::Packing<'_>, to: *mut u32, stage: *mut u32) {
                     // SAFETY: the caller's promise.
                     unsafe { pack::values::<$simd, $product>($token, rows, shape, to, stage) }
                 }

@@ -35,7 +35,8 @@ impl<'a> Slots<'a> {
         last_page: usize,
     ) -> Self {
         let size = rows.dtype().size();
-        assert!(rows.dtype().is_float() && rows.inner_contiguous(), "{rows:?}");
+        let stored = rows.dtype().is_float() || rows.dtype() == DType::E4m3;
+        assert!(stored && rows.inner_contiguous(), "{rows:?}");
         assert!(rows.device() == crate::Device::Cpu, "{rows:?}");
         Slots {
             start: rows.as_ptr(),
@@ -52,6 +53,14 @@ impl<'a> Slots<'a> {
     /// Head `head` of `[P, S, G, D]`.
     pub(crate) fn of_pages(tensor: TensorRef<'a>, head: usize) -> Slots<'a> {
         let rows = tensor.select(2, head).expect("the caller's head is one of the tensor's");
+        let (shape, strides) = (rows.shape(), rows.strides());
+        Slots::new(rows, [strides[0], strides[1]], shape[0], shape[1], shape[1])
+    }
+
+    /// The scales of head `head` of `[P, S, G]`, as rows of one.
+    pub(crate) fn of_scales(tensor: TensorRef<'a>, head: usize) -> Slots<'a> {
+        let scales = tensor.select(2, head).expect("the caller's head is one of the tensor's");
+        let rows = scales.insert_axis(2);
         let (shape, strides) = (rows.shape(), rows.strides());
         Slots::new(rows, [strides[0], strides[1]], shape[0], shape[1], shape[1])
     }
@@ -90,6 +99,8 @@ impl<'a> Slots<'a> {
 pub(crate) struct KeyRun<'a> {
     pub(crate) k: Slots<'a>,
     pub(crate) v: Slots<'a>,
+    /// The scales of keys and of values that are e4m3.
+    pub(crate) scales: Option<[Slots<'a>; 2]>,
     /// The run's pages, in order.
     pub(crate) pages: &'a [i32],
     /// Absolute position of slot 0 of `pages[0]`.
@@ -121,11 +132,13 @@ impl KeyRun<'_> {
     }
 }
 
-/// Keys or values.
+/// Keys or values, or the scales of either.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     Keys,
     Values,
+    KeyScales,
+    ValueScales,
 }
 
 /// Where the rows of a side at the tile of positions at `base` begin, for those in `seen`; null for the others.
@@ -139,7 +152,13 @@ pub(super) fn rows_of(runs: &[KeyRun<'_>; 2], side: Side, base: usize, seen: u12
     for run in runs {
         let to = run.end.saturating_sub(base).min(last + 1);
         if from < to {
-            run.lay(if side == Side::Keys { &run.k } else { &run.v }, base, (from, to), &mut rows);
+            let slots = match (side, &run.scales) {
+                (Side::Keys, _) => &run.k,
+                (Side::Values, _) => &run.v,
+                (Side::KeyScales, Some([scales, _])) | (Side::ValueScales, Some([_, scales])) => scales,
+                (Side::KeyScales | Side::ValueScales, None) => panic!("codes come with scales"),
+            };
+            run.lay(slots, base, (from, to), &mut rows);
             from = to;
         }
     }

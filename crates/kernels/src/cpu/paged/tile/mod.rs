@@ -39,6 +39,7 @@ pub(crate) use mods::TileMods;
 
 use crate::DType;
 use crate::cpu::Isa;
+use crate::cpu::e4m3::widen_on;
 use crate::mutant::planted;
 
 /// Query tokens of a tile, for a row of `q_len` queries of which `group` heads share a KV head: long rows
@@ -84,15 +85,15 @@ pub(crate) fn accumulate(
     let bf16 = job.q.dtype() == DType::Bf16 && job.keys[0].k.dtype() == DType::Bf16;
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Bf16 if bf16 => drive::<body::Bf16Body>(job, keys, state, scratch),
+        Isa::Avx512Bf16 if bf16 => drive::<body::Bf16Body>(isa, job, keys, state, scratch),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512Bf16 | Isa::Avx512 => drive::<body::Avx512Body>(job, keys, state, scratch),
+        Isa::Avx512Bf16 | Isa::Avx512 => drive::<body::Avx512Body>(isa, job, keys, state, scratch),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2Fma => drive::<body::Avx2Body>(job, keys, state, scratch),
+        Isa::Avx2Fma => drive::<body::Avx2Body>(isa, job, keys, state, scratch),
         // Advanced SIMD is part of every AArch64, so the plain body is compiled for it.
         _ => {
             let _ = bf16;
-            drive::<PortableBody>(job, keys, state, scratch);
+            drive::<PortableBody>(isa, job, keys, state, scratch);
         }
     }
 }
@@ -129,7 +130,13 @@ impl Areas {
 }
 
 /// The walk over key tiles, with the body `B`.
-fn drive<B: Body>(job: &TileJob<'_>, keys: Range<usize>, state: &mut TileState<'_>, scratch: &mut [u32]) {
+fn drive<B: Body>(
+    isa: Isa,
+    job: &TileJob<'_>,
+    keys: Range<usize>,
+    state: &mut TileState<'_>,
+    scratch: &mut [u32],
+) {
     let rows = job.rows();
     let (dk, dv) = (job.q.shape()[2], job.keys[0].v.width());
     let kv_dtype = job.keys[0].k.dtype();
@@ -138,7 +145,7 @@ fn drive<B: Body>(job: &TileJob<'_>, keys: Range<usize>, state: &mut TileState<'
     let key_words = dk.div_ceil(B::PER_WORD);
     let block_words = key_words.next_multiple_of(PAD) * B::ROWS;
 
-    let shape = pack::Packing { dtype: job.q.dtype(), width: dk, span: (0, 0) };
+    let shape = pack::Packing { dtype: job.q.dtype(), width: dk, span: (0, 0), codes: None };
     for (b, first) in (0..rows).step_by(B::ROWS).enumerate() {
         let mut pointers = [std::ptr::null(); MAX_ROWS];
         let present = B::ROWS.min(rows - first);
@@ -169,9 +176,10 @@ fn drive<B: Body>(job: &TileJob<'_>, keys: Range<usize>, state: &mut TileState<'
         let span = (tile.seen.trailing_zeros() as usize, 128 - tile.seen.leading_zeros() as usize);
         // SAFETY: `rows_of` checked every page and slot against the tensors; the areas hold a whole tile.
         unsafe {
-            let shape = pack::Packing { dtype: kv_dtype, width: dk, span };
+            let [key_codes, value_codes] = tile.codes(isa);
+            let shape = pack::Packing { dtype: kv_dtype, width: dk, span, codes: key_codes };
             B::pack_keys(&tile.keys, &shape, areas.keys, areas.stage);
-            let shape = pack::Packing { dtype: kv_dtype, width: dv, span };
+            let shape = pack::Packing { dtype: kv_dtype, width: dv, span, codes: value_codes };
             B::pack_values(&tile.values, &shape, areas.values, areas.stage);
         }
         for (b, first) in (0..rows).step_by(B::ROWS).enumerate() {
@@ -224,6 +232,8 @@ struct Tile {
     places: Option<Places>,
     keys: pack::KeyRows,
     values: pack::KeyRows,
+    /// Where the scales of keys and of values lie, of codes.
+    scales: Option<[pack::KeyRows; 2]>,
 }
 
 impl Tile {
@@ -243,7 +253,19 @@ impl Tile {
             places,
             keys: rows_of(&job.keys, Side::Keys, base, seen),
             values: rows_of(&job.keys, Side::Values, base, valued),
+            scales: job.keys[0].scales.map(|_| {
+                let of = |side, seen| rows_of(&job.keys, side, base, seen);
+                [of(Side::KeyScales, seen), of(Side::ValueScales, valued)]
+            }),
         }
+    }
+
+    /// How codes of keys and of values are widened.
+    fn codes(&self, isa: Isa) -> [Option<pack::Codes<'_>>; 2] {
+        let of = |side: usize| {
+            self.scales.as_ref().map(|scales| pack::Codes { scales: &scales[side], widen: widen_on(isa) })
+        };
+        [of(0), of(1)]
     }
 }
 
@@ -306,6 +328,7 @@ fn check(job: &TileJob<'_>, state: &TileState<'_>) {
     for run in &job.keys {
         assert!(run.k.width() == q[2] && run.v.width() == dv && dv > 0, "widths of q {q:?} and of keys");
         assert!(run.k.dtype() == dtype && run.v.dtype() == dtype, "keys and values of several dtypes");
+        assert!(run.scales.is_some() == (dtype == DType::E4m3), "codes have scales, and nothing else");
     }
     assert!(job.tokens > 0 && job.t0 + job.tokens <= q[0], "{} tokens at {} of {}", job.tokens, job.t0, q[0]);
     let heads = (job.kv_head + 1) * job.group;

@@ -9,27 +9,46 @@ use half::slice::HalfFloatSliceExt;
 use super::body::{KEY_TILE, PAD};
 use super::simd::{Product, Simd};
 use crate::DType;
+use crate::cpu::e4m3::Widen;
+use crate::mutant::planted;
 
 /// Where each key of a tile begins, from key 0 of the tile on; null where nobody sees it.
 pub(super) type KeyRows = [*const u8; KEY_TILE];
 
+/// Scales of a tile of e4m3 codes, and what widens them.
+#[derive(Clone, Copy)]
+pub(super) struct Codes<'a> {
+    /// Where each key's scale lies, null as the keys are.
+    pub(super) scales: &'a KeyRows,
+    pub(super) widen: Widen,
+}
+
 /// What is packed.
-pub(super) struct Packing {
+pub(super) struct Packing<'a> {
     /// Element type of the rows.
     pub(super) dtype: DType,
     /// Elements of a row.
     pub(super) width: usize,
     /// Keys `from..to` of the tile are packed (values), or the panels that hold them (keys).
     pub(super) span: (usize, usize),
+    /// Given where the dtype is e4m3.
+    pub(super) codes: Option<Codes<'a>>,
 }
 
-/// Copies a row into `to` as packed words along the row, zeros up to `padded` words; a null row is all zeros.
+/// Copies row `index` into `to` as packed words along the row, zeros up to `padded` words; a null row is all zeros.
 ///
 /// # Safety
 /// `row` is null or has `shape.width` readable elements, aligned to their type; `padded` words are writable
-/// at `to`. With two elements a word the row is bf16.
+/// at `to`. With two elements a word the row is bf16. A row of codes has a readable scale.
 #[inline(always)]
-unsafe fn stage_row(row: *const u8, shape: &Packing, per_word: usize, to: *mut u32, padded: usize) {
+unsafe fn stage_row(
+    row: *const u8,
+    index: usize,
+    shape: &Packing<'_>,
+    per_word: usize,
+    to: *mut u32,
+    padded: usize,
+) {
     // SAFETY: the caller's promise. bf16 pairs are copied as they lie, into `padded * 2` halves.
     unsafe {
         if row.is_null() {
@@ -46,6 +65,14 @@ unsafe fn stage_row(row: *const u8, shape: &Packing, per_word: usize, to: *mut u
             _ => {
                 let to = to.cast::<f32>();
                 match shape.dtype {
+                    DType::E4m3 => {
+                        let codes = shape.codes.expect("codes come with scales");
+                        let at = if planted("fp8-neighbours-scale") { index & !1 } else { index };
+                        let at = if codes.scales[at].is_null() { index } else { at };
+                        let scale = codes.scales[at].cast::<f32>().read_unaligned();
+                        let scale = if planted("fp8-scale-ignored") { 1.0 } else { scale };
+                        (codes.widen)(row, scale, std::slice::from_raw_parts_mut(to, shape.width));
+                    }
                     DType::Bf16 => {
                         let row = row.cast::<u16>();
                         for i in 0..shape.width {
@@ -67,7 +94,7 @@ unsafe fn stage_row(row: *const u8, shape: &Packing, per_word: usize, to: *mut u
 
 /// Whether rows can be read as packed words where they lie, a whole vector at a time.
 #[inline(always)]
-fn is_direct<S: Simd, P: Product<S>>(shape: &Packing) -> bool {
+fn is_direct<S: Simd, P: Product<S>>(shape: &Packing<'_>) -> bool {
     let as_packed = if P::PER_WORD == 2 { DType::Bf16 } else { DType::F32 };
     shape.dtype == as_packed && shape.width.is_multiple_of(P::PER_WORD * S::LANES)
 }
@@ -81,7 +108,7 @@ fn is_direct<S: Simd, P: Product<S>>(shape: &Packing) -> bool {
 pub(super) unsafe fn queries<S: Simd, P: Product<S>, const MB: usize>(
     s: S,
     rows: &[*const u8],
-    shape: &Packing,
+    shape: &Packing<'_>,
     to: *mut u32,
     stage: *mut u32,
 ) {
@@ -96,7 +123,7 @@ pub(super) unsafe fn queries<S: Simd, P: Product<S>, const MB: usize>(
             from[r] = if !row.is_null() && is_direct::<S, P>(shape) {
                 row.cast()
             } else {
-                stage_row(row, shape, P::PER_WORD, stage.add(r * padded), padded);
+                stage_row(row, r, shape, P::PER_WORD, stage.add(r * padded), padded);
                 stage.add(r * padded)
             };
         }
@@ -117,7 +144,7 @@ pub(super) unsafe fn queries<S: Simd, P: Product<S>, const MB: usize>(
 pub(super) unsafe fn keys<S: Simd, P: Product<S>>(
     s: S,
     rows: &KeyRows,
-    shape: &Packing,
+    shape: &Packing<'_>,
     to: *mut u32,
     stage: *mut u32,
 ) {
@@ -134,7 +161,7 @@ pub(super) unsafe fn keys<S: Simd, P: Product<S>>(
                 from[r] = if !row.is_null() && is_direct::<S, P>(shape) {
                     row.cast()
                 } else {
-                    stage_row(row, shape, P::PER_WORD, stage.add(r * padded), padded);
+                    stage_row(row, chunk * S::LANES + r, shape, P::PER_WORD, stage.add(r * padded), padded);
                     stage.add(r * padded)
                 };
             }
@@ -158,7 +185,7 @@ pub(super) unsafe fn keys<S: Simd, P: Product<S>>(
 pub(super) unsafe fn values<S: Simd, P: Product<S>>(
     s: S,
     rows: &KeyRows,
-    shape: &Packing,
+    shape: &Packing<'_>,
     to: *mut u32,
     stage: *mut u32,
 ) {
@@ -170,23 +197,24 @@ pub(super) unsafe fn values<S: Simd, P: Product<S>>(
     let padded = panels * panel_width / P::PER_WORD;
     // SAFETY: the caller's promise; step `i` of panel `p` is row `p * steps + i` of the result.
     unsafe {
-        let lay = |row: *const u8, stage: *mut u32| -> *const u32 {
+        let lay = |index: usize, stage: *mut u32| -> *const u32 {
+            let row = rows[index];
             if !row.is_null() && direct {
                 return row.cast();
             }
-            stage_row(row, shape, P::PER_WORD, stage, padded);
+            stage_row(row, index, shape, P::PER_WORD, stage, padded);
             stage
         };
         for step in shape.span.0 / P::PER_WORD..shape.span.1.div_ceil(P::PER_WORD) {
             if P::PER_WORD == 2 {
-                let even = lay(rows[2 * step], stage).cast::<u16>();
-                let odd = lay(rows[2 * step + 1], stage.add(padded)).cast::<u16>();
+                let even = lay(2 * step, stage).cast::<u16>();
+                let odd = lay(2 * step + 1, stage.add(padded)).cast::<u16>();
                 for p in 0..panels {
                     let (even, odd) = (even.add(p * panel_width), odd.add(p * panel_width));
                     P::interleave(s, even, odd, to.add((p * steps + step) * panel_width));
                 }
             } else {
-                let row = lay(rows[step], stage).cast::<f32>();
+                let row = lay(step, stage).cast::<f32>();
                 for p in 0..panels {
                     let to = to.add((p * steps + step) * panel_width).cast::<f32>();
                     for v in 0..2 {

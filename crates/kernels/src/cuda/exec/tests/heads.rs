@@ -138,6 +138,7 @@ fn check<E: Half>(stream: &Stream, case: &Case, tolerance: f32) {
             q: q.tensor(0, E::DTYPE, &q_shape).unwrap(),
             k: k.tensor(0, E::DTYPE, &k_shape).unwrap(),
             v: v.tensor(0, E::DTYPE, &v_shape).unwrap(),
+            kv_scales: None,
             sinks: variant.sinks.then(|| sinks.tensor(0, f32::DTYPE, &[heads]).unwrap()),
             alibi_slopes: variant.alibi.then(|| slopes.tensor(0, f32::DTYPE, &[heads]).unwrap()),
             o: o.tensor_mut(0, E::DTYPE, &o_shape).unwrap(),

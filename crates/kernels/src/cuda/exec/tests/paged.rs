@@ -108,6 +108,7 @@ impl Bench {
             q: self.q.tensor(0, DType::Bf16, &shape)?,
             k: self.k.tensor(0, DType::Bf16, &pool)?,
             v: self.v.tensor(0, DType::Bf16, &pool)?,
+            kv_scales: None,
             sinks: None,
             alibi_slopes: None,
             o: self.o.tensor_mut(0, DType::Bf16, &shape)?,

@@ -149,6 +149,7 @@ fn heads(stream: &Stream, pool: &Pool, place: i32, q: usize) -> Vec<u8> {
         q: queries.tensor(0, BF16, &shape).unwrap(),
         k: pool.view(&[9, 64]),
         v: pool.view(&[9, 64]),
+        kv_scales: None,
         sinks: None,
         alibi_slopes: None,
         o: o.tensor_mut(0, BF16, &shape).unwrap(),

@@ -250,6 +250,7 @@ impl Exact<'_> {
                 q: self.slot.q.tensor(0, BF16, &[tokens, h, d])?,
                 k: self.layer.k.tensor(0, BF16, &[pages, s, g, d])?,
                 v: self.layer.v.tensor(0, BF16, &[pages, s, g, d])?,
+                kv_scales: None,
                 sinks: None,
                 alibi_slopes: None,
                 o: self.slot.o.tensor_mut(0, BF16, &[tokens, h, d])?,

@@ -213,6 +213,7 @@ impl Case {
                 let run = KeyRun {
                     k: Slots::of_pages(k.view(&pages(row.d), &strides(row.d)), kv_head),
                     v: Slots::of_pages(v.view(&pages(row.dv), &strides(row.dv)), kv_head),
+                    scales: None,
                     pages: &ids,
                     origin: row.kv_offset as i64,
                     end: row.kv_len,
