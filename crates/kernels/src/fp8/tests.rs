@@ -57,6 +57,20 @@ fn the_oracle_reads_the_same_numbers() {
     }
 }
 
+#[test]
+fn the_oracle_keeps_of_a_row_what_the_scatter_stores() {
+    for (seed, size) in [(1u32, 1f32), (7, 1e-3), (9, 3e4), (11, 0.0)] {
+        let entries: Vec<f32> =
+            (0..8 * 64).map(|i| size * ((i * seed) as f32 * 0.713).sin().powi(3)).collect();
+        let (codes, scales) =
+            heads(&[0, 1, 2, 3, 4, 5, 6, 7], TensorRef::from_slice(&entries, &[8, 1, 64]).unwrap());
+        let stored = reference::fp8::heads(&codes, &scales, 64);
+        let mut kept = entries;
+        kept.chunks_mut(64).for_each(reference::fp8::kept);
+        assert!(stored.iter().zip(&kept).all(|(&a, &b)| a as f32 == b));
+    }
+}
+
 /// Codes and scales of `[T, G, D]` stored into `[2, 4, G, D]` at `slots`, from junk.
 fn heads(slots: &[i64], entries: TensorRef<'_>) -> (Vec<u8>, Vec<f32>) {
     let (g, d) = (entries.shape()[1], entries.shape()[2]);

@@ -47,3 +47,18 @@ pub fn latents(stored: &[u8], c: usize, e: usize) -> Vec<f64> {
     }
     out
 }
+
+/// Replaces lanes that share a scale by what a cache in e4m3 keeps of them. The format says how: the scale is the largest magnitude
+/// over 448 in f32 (1 for zeros, never below the smallest normal f32), a code the nearest number to `lane / scale` in f32, ties to
+/// the even mantissa. Lanes are finite.
+pub fn kept(lanes: &mut [f32]) {
+    let largest = lanes.iter().fold(0f32, |most, lane| most.max(lane.abs()));
+    let scale = if largest == 0.0 { 1.0 } else { (largest / 448.0).max(f32::MIN_POSITIVE) };
+    for lane in lanes {
+        let x = f64::from(*lane / scale);
+        // Numbers of 2^e..2^(e + 1) are multiples of 2^(e - 3); below 2^-6 of 2^-9.
+        let exponent = if x == 0.0 { -6 } else { (x.abs().log2().floor() as i32).max(-6) };
+        let step = 2f64.powi(exponent - 3);
+        *lane = ((x / step).round_ties_even() * step * f64::from(scale)) as f32;
+    }
+}

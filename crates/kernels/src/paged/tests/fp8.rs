@@ -269,7 +269,7 @@ impl<Q: Number> Batch<Q> {
                     assert_eq!(got, want);
                 }
             }
-            if norm == 0.0 { error } else { (error / norm as f64).sqrt() }
+            if norm == 0.0 { error } else { (error / norm).sqrt() }
         };
         let error = far(&mut o.iter().map(|x| x.to_f64()), &want.o);
         assert!(error <= bound, "o: {error:.3e} of {:?} {:?}", self.geometry, self.rows);
