@@ -90,12 +90,12 @@ impl Clock {
         })
     }
 
-    /// Warms a case up and repeats it: at least 20 times (3 when `quick`), then until half a second has passed.
+    /// Warms a case up and repeats it: at least 20 times (3 when `quick`), then until a quarter of a second has passed.
     ///
     /// # Errors
     /// What the case says.
     pub(super) fn measure(&mut self, place: &Place, mut made: Made, quick: bool) -> anyhow::Result<Timed> {
-        let (least, budget) = if quick { (3, 0) } else { (20, 500) };
+        let (least, budget) = if quick { (3, 0) } else { (20, 250) };
         for _ in 0..if quick { 1 } else { 3 } {
             (made.work)()?;
         }

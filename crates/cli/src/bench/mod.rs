@@ -3,6 +3,7 @@
 //! | room | what is in it |
 //! | --- | --- |
 //! | `cases` | the kernels, their shapes, and what each must move and compute; a file a family |
+//! | `filter` | rows asked for by name |
 //! | `limits` | read bandwidth and multiply-add peak, measured before anything is timed |
 //! | `measure` | repeated timing of one case, in turns with plain reads of its cache where it is bound by them |
 //! | `device` | the same on a device, by its clock and behind cold caches |
@@ -15,6 +16,7 @@ mod device;
 #[cfg(not(feature = "cuda"))]
 #[path = "device_off.rs"]
 mod device;
+mod filter;
 mod limits;
 mod measure;
 mod place;
@@ -46,6 +48,13 @@ pub(crate) struct Arguments {
     /// scatter, merge; all when none is named.
     #[arg(value_name = "KERNEL")]
     kernels: Vec<String>,
+    /// Time only rows whose name this is or has in it ("64x8192", "d256", "decode 1 x 8192, 32/8, bf16"); spaces do not
+    /// count, numbers are matched whole. May be given several times. Leaves neighbours out but for --neighbours.
+    #[arg(long, value_name = "TEXT")]
+    rows: Vec<String>,
+    /// With --rows, time the neighbours of the rows that are chosen too: 1.37 times the keys, and an odd batch.
+    #[arg(long, requires = "rows")]
+    neighbours: bool,
     /// Save the results, to compare with later.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -93,20 +102,24 @@ fn time(args: &Arguments, place: &Place, baseline: Option<&report::Saved>) -> an
     };
     text::print(&report::head(&limits, baseline))?;
     let mut saved = report::Saved::new(&limits);
-    for case in cases::list(place, args.quick) {
-        if !args.kernels.is_empty() && !args.kernels.iter().any(|kernel| kernel == case.kernel) {
-            continue;
-        }
-        let name = format!("{} {}", case.kernel, case.shape);
-        let timed = (case.make)(place).and_then(|made| match &mut clock {
+    let mut listed = cases::list(place, args.quick);
+    listed.retain(|case| args.kernels.is_empty() || args.kernels.iter().any(|kernel| kernel == case.kernel));
+    if !listed.is_empty() && !args.rows.is_empty() {
+        filter::keep(&mut listed, &args.rows, args.neighbours)?;
+    }
+    for mut case in listed {
+        let name = case.name();
+        let make = std::mem::replace(&mut case.make, Box::new(|_| bail!("made once")));
+        let timed = make(place).and_then(|made| match &mut clock {
             None => measure::measure(made, case.cost.bytes, args.quick),
             Some(clock) => clock.measure(place, made, args.quick),
         });
         let timed = timed.with_context(|| name.clone())?;
-        let line = report::Line::new(name, &timed, case.dtype, case.cost, &limits);
+        let line = report::Line::of(&case, name, &timed, &limits, &saved.lines);
         text::print(&line.text(baseline))?;
         saved.lines.push(line);
     }
+    text::print(&saved.beside())?;
     if saved.lines.is_empty() {
         bail!(
             "none of {} is compiled in or timed on {}; build with --features paged,dsa",

@@ -7,6 +7,7 @@ use anyhow::{Context, ensure};
 use mstar_kernels::DType;
 use serde::{Deserialize, Serialize};
 
+use super::cases::Case;
 use super::limits::Limits;
 use super::measure::{Beside, Reads, Timed};
 use crate::output::Output;
@@ -37,11 +38,46 @@ pub(super) struct Line {
     gb_per_s: f64,
     /// Useful gigaflops a second.
     gflop_per_s: f64,
-    /// The roofline's time over the median's, in percent; absent where neither side bounds the case.
+    /// What the case cannot be faster than, in microseconds, and what sets that; absent where nothing does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    limit: Option<Limit>,
+    /// The limit's time over the median's, in percent.
     percent_of_roofline: Option<f64>,
+    /// A case that this one is held against.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    beside: Option<Held>,
     /// Plain reads of the case's own memory, in turns with it; its roofline is then that of the read in order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     reads: Option<Reads>,
+}
+
+/// What bounds a case.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Limit {
+    us: f64,
+    by: By,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum By {
+    /// Bytes that must move.
+    Bytes,
+    /// Operations that must be done.
+    Operations,
+}
+
+/// How far a case keeps up with another.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Held {
+    /// The other's name.
+    of: String,
+    /// Its share of the limit over the other's.
+    ratio: f64,
+    /// What the ratio is to be at least.
+    least: f64,
 }
 
 /// All results of a run.
@@ -62,7 +98,8 @@ impl Line {
     pub(super) fn new(name: String, timed: &Timed, dtype: DType, cost: Cost, limits: &Limits) -> Line {
         let read = timed.reads.map_or(limits.read, |reads| reads.in_order.gb_per_s * 1e9);
         let peak = limits.flops(dtype);
-        let least = (cost.bytes / read).max(if peak > 0.0 { cost.flops / peak } else { 0.0 });
+        let (moved, done) = (cost.bytes / read, if peak > 0.0 { cost.flops / peak } else { 0.0 });
+        let (least, by) = if moved >= done { (moved, By::Bytes) } else { (done, By::Operations) };
         Line {
             name,
             median_us: timed.median * 1e6,
@@ -70,27 +107,49 @@ impl Line {
             repetitions: timed.repetitions,
             gb_per_s: cost.bytes / timed.median / 1e9,
             gflop_per_s: cost.flops / timed.median / 1e9,
+            limit: (least > 0.0).then_some(Limit { us: least * 1e6, by }),
             percent_of_roofline: (least > 0.0).then(|| 100.0 * least / timed.median),
+            beside: None,
             reads: timed.reads,
         }
     }
 
+    /// The line of a case that was timed after `others`.
+    pub(super) fn of(case: &Case, name: String, timed: &Timed, limits: &Limits, others: &[Line]) -> Line {
+        let mut line = Line::new(name, timed, case.dtype, case.cost, limits);
+        if let Some(beside) = &case.beside
+            && let Some(other) = others.iter().find(|line| line.name == beside.of)
+            && let (Some(own), Some(its)) = (line.percent_of_roofline, other.percent_of_roofline)
+        {
+            line.beside = Some(Held { of: beside.of.clone(), ratio: own / its, least: beside.least });
+        }
+        line
+    }
+
     /// The line as printed, with its time relative to the baseline's where there is one.
     pub(super) fn text(&self, baseline: Option<&Saved>) -> String {
-        let number = |value: f64| if value > 0.0 { format!("{value:.1}") } else { "-".into() };
-        let roof = self.percent_of_roofline.map_or("-".into(), |percent| format!("{percent:.0}"));
+        let number = |value: f64| match value {
+            0.0 => "-".into(),
+            10_000.0.. => format!("{value:.0}"),
+            _ => format!("{value:.1}"),
+        };
+        let limit = self.limit.map_or("-".into(), |limit| {
+            format!("{:.1}{}", limit.us, if limit.by == By::Bytes { "b" } else { "o" })
+        });
+        let part = self.percent_of_roofline.map_or("-".into(), |percent| format!("{percent:.0}"));
         let mut line = format!(
-            "{:<34}{:>12.1}{:>8}{:>9}{:>7}",
+            "{:<36}{:>9.1}{:>9}{:>7}{:>8}{:>5}",
             self.name,
             self.median_us,
+            limit,
             number(self.gb_per_s),
             number(self.gflop_per_s),
-            roof
+            part
         );
         if let Some(baseline) = baseline {
             let before = baseline.lines.iter().find(|line| line.name == self.name);
-            line += &before.map_or(format!("{:>9}", "new"), |before| {
-                format!("{:>8.2}x", before.median_us / self.median_us)
+            line += &before.map_or(format!("{:>6}", "new"), |before| {
+                format!("{:>5.2}x", before.median_us / self.median_us)
             });
         }
         line += "\n";
@@ -125,16 +184,17 @@ fn measured(limits: &Limits) -> String {
 /// The machine, and the table's head.
 pub(super) fn head(limits: &Limits, baseline: Option<&Saved>) -> String {
     let mut text = format!(
-        "{}\n\n{:<34}{:>12}{:>8}{:>9}{:>7}",
+        "{}\nlimits are of bytes that must move (b) or operations that must be done (o)\n\n{:<36}{:>9}{:>9}{:>7}{:>8}{:>5}",
         measured(limits),
         "kernel and shape",
         "median us",
+        "limit us",
         "GB/s",
         "GFLOP/s",
-        "% roof"
+        "%lim"
     );
     if baseline.is_some() {
-        text += "    speed";
+        text += " speed";
     }
     text + "\n"
 }
@@ -151,6 +211,25 @@ impl Saved {
             peak_bf16_gflop_per_s: limits.flops_bf16 / 1e9,
             lines: Vec::new(),
         }
+    }
+
+    /// How cases kept up with those that they are held against: the worst, and all that did not.
+    pub(super) fn beside(&self) -> String {
+        let mut held: Vec<(&str, &Held)> =
+            self.lines.iter().filter_map(|line| Some((&line.name[..], line.beside.as_ref()?))).collect();
+        let behind = |held: &Held| held.ratio / held.least;
+        held.sort_by(|a, b| behind(a.1).total_cmp(&behind(b.1)));
+        let short = held.iter().filter(|(_, held)| held.ratio < held.least).count();
+        let Some(_) = held.first() else { return String::new() };
+        let mut text = format!(
+            "\nkeeping up with other rows (share of the limit, as a part of theirs): {} of {}\n",
+            held.len() - short,
+            held.len()
+        );
+        for (name, Held { of, ratio, least }) in held.iter().take(short.max(1)) {
+            text += &format!("  {ratio:.2} ({least:.2}) {name}\n       of {of}\n");
+        }
+        text
     }
 
     /// Reads what [`Saved::write`] wrote.
@@ -192,6 +271,34 @@ mod tests {
         assert_eq!(line(1e6, 80e6, DType::F32), Some(80.0));
         assert_eq!(line(1e6, 80e6, DType::Bf16), Some(20.0));
         assert_eq!(line(0.0, 0.0, DType::F32), None);
+    }
+
+    #[test]
+    fn a_case_is_told_when_it_does_not_keep_up() {
+        let case = |beside| Case {
+            kernel: "decode",
+            shape: "x".into(),
+            dtype: DType::Bf16,
+            cost: Cost { bytes: 25e6, flops: 0.0 },
+            beside,
+            make: Box::new(|_| anyhow::bail!("never made")),
+        };
+        let least = 0.9;
+        let beside = Some(crate::bench::cases::Beside { of: "a".into(), least, neighbour: true });
+        let mut saved = Saved::new(&limits());
+        assert_eq!(saved.beside(), "");
+        saved.lines.push(Line::of(&case(None), "a".into(), &timed(1e-3), &limits(), &[]));
+        // What it is held against was not timed.
+        assert!(Line::of(&case(beside.clone()), "b".into(), &timed(1e-3), &limits(), &[]).beside.is_none());
+        for (name, median) in [("b", 1.05e-3), ("c", 1.25e-3)] {
+            let line = Line::of(&case(beside.clone()), name.into(), &timed(median), &limits(), &saved.lines);
+            saved.lines.push(line);
+        }
+        let text = saved.beside();
+        assert!(
+            text.contains("1 of 2") && text.contains("0.80 (0.90) c") && !text.contains(" b\n"),
+            "{text}"
+        );
     }
 
     #[test]

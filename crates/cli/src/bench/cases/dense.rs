@@ -133,5 +133,5 @@ fn case(rows: Rows) -> Case {
         }))
     };
     let shape = format!("{queries} of {keys}, {name}, {dtype}");
-    Case { kernel: "dense", shape, dtype, cost: Cost { bytes, flops }, make: Box::new(make) }
+    Case { kernel: "dense", shape, dtype, cost: Cost { bytes, flops }, beside: None, make: Box::new(make) }
 }

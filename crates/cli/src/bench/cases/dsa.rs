@@ -183,7 +183,14 @@ fn indexer(kernel: &'static str, rows: Rows) -> Case {
             Ok(scores_at(&stream, &on, params)?)
         }))
     };
-    Case { kernel, shape: rows.shape(), dtype: rows.q_dtype(), cost: rows.cost(), make: Box::new(make) }
+    Case {
+        kernel,
+        shape: rows.shape(),
+        dtype: rows.q_dtype(),
+        cost: rows.cost(),
+        beside: None,
+        make: Box::new(make),
+    }
 }
 
 /// The pick of one row's scores, all different or rectified to many ties.
@@ -212,7 +219,7 @@ fn picker(keys: usize, ties: bool) -> Case {
     };
     let shape = format!("{topk_of} of {keys}, {}", if ties { "ties" } else { "different" });
     let cost = Cost { bytes: (4 * (keys + topk_of)) as f64, flops: 0.0 };
-    Case { kernel: "topk", shape, dtype: DType::F32, cost, make: Box::new(make) }
+    Case { kernel: "topk", shape, dtype: DType::F32, cost, beside: None, make: Box::new(make) }
 }
 
 #[cfg(test)]

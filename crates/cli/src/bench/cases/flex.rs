@@ -150,7 +150,7 @@ fn case(total: usize, holes: bool, change: Mod, dtype: DType, [h, d]: [usize; 2]
             Ok(attend(&stream, params)?)
         }))
     };
-    Case { kernel: "flex", shape, dtype, cost: Cost { bytes, flops }, make: Box::new(make) }
+    Case { kernel: "flex", shape, dtype, cost: Cost { bytes, flops }, beside: None, make: Box::new(make) }
 }
 
 /// Cutting a mask that changed; nothing bounds it but the host.
@@ -164,5 +164,12 @@ fn plan(total: usize) -> Case {
         }))
     };
     let shape = format!("mask of {total} blocks");
-    Case { kernel: "plan", shape, dtype: DType::F32, cost: Cost::default(), make: Box::new(make) }
+    Case {
+        kernel: "plan",
+        shape,
+        dtype: DType::F32,
+        cost: Cost::default(),
+        beside: None,
+        make: Box::new(make),
+    }
 }

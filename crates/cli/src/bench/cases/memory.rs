@@ -47,6 +47,7 @@ fn scatter_case(tokens: usize) -> Case {
         shape: format!("{tokens} x {g} x {D}, {dtype}"),
         dtype,
         cost,
+        beside: None,
         make: Box::new(make),
     }
 }
@@ -76,5 +77,5 @@ fn merge_case(tokens: usize, dtype: DType) -> Case {
     // Bound by memory: its few multiplications are no matrix's.
     let cost = Cost { bytes: bytes as f64, flops: 0.0 };
     let shape = format!("2 of {tokens} x {h} x {D}, {dtype}");
-    Case { kernel: "merge", shape, dtype, cost, make: Box::new(make) }
+    Case { kernel: "merge", shape, dtype, cost, beside: None, make: Box::new(make) }
 }

@@ -179,7 +179,14 @@ fn latent(rows: Rows) -> Case {
             Ok(attend(&stream, params)?)
         }))
     };
-    Case { kernel: "mla", shape: rows.shape(), dtype: rows.dtype, cost: rows.cost(), make: Box::new(make) }
+    Case {
+        kernel: "mla",
+        shape: rows.shape(),
+        dtype: rows.dtype,
+        cost: rows.cost(),
+        beside: None,
+        make: Box::new(make),
+    }
 }
 
 #[cfg(feature = "dsa")]
@@ -238,7 +245,14 @@ fn picked(rows: Rows) -> Case {
             Ok(sparse_attend_at(&stream, &on, params)?)
         }))
     };
-    Case { kernel: "sparse", shape: rows.shape(), dtype: rows.dtype, cost: rows.cost(), make: Box::new(make) }
+    Case {
+        kernel: "sparse",
+        shape: rows.shape(),
+        dtype: rows.dtype,
+        cost: rows.cost(),
+        beside: None,
+        make: Box::new(make),
+    }
 }
 
 #[cfg(test)]

@@ -31,11 +31,71 @@ pub(super) struct Case {
     pub(super) dtype: DType,
     /// Useful work of a call.
     pub(super) cost: Cost,
+    /// Another case that this one is to keep up with.
+    pub(super) beside: Option<Beside>,
     /// Allocates and fills what a call needs.
     pub(super) make: Make,
 }
 
-/// Every case of a place, large shapes or small ones.
+/// A case whose share of its limit another is held against.
+#[derive(Clone, Debug)]
+pub(super) struct Beside {
+    /// Its name.
+    pub(super) of: String,
+    /// The least part of that share.
+    pub(super) least: f64,
+    /// Whether this is a neighbour, which is in no table: those can be left out.
+    pub(super) neighbour: bool,
+}
+
+impl Case {
+    /// Kernel and shape.
+    pub(super) fn name(&self) -> String {
+        format!("{} {}", self.kernel, self.shape)
+    }
+
+    /// Held against `of`, as rows of another geometry are.
+    #[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
+    fn beside(self, of: &Case, least: f64) -> Case {
+        let of = of.beside.as_ref().map_or_else(|| of.name(), |beside| beside.of.clone());
+        Case { beside: Some(Beside { of, least, neighbour: false }), ..self }
+    }
+
+    /// This case, and two that no table knows of, which are to reach 90 % of what it does.
+    #[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
+    fn with_neighbours(self, neighbours: [Case; 2]) -> Vec<Case> {
+        let of = self.name();
+        let near = neighbours.map(|case| {
+            let beside = Some(Beside { of: of.clone(), least: 0.9, neighbour: true });
+            Case { beside, ..case }
+        });
+        [self].into_iter().chain(near).collect()
+    }
+}
+
+/// A number of keys beside the round ones.
+#[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
+fn longer(keys: usize) -> usize {
+    keys * 137 / 100
+}
+
+/// An odd number of rows beside the round ones.
+#[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
+fn odd(rows: usize) -> usize {
+    if rows < 4 { 3 } else { rows - 3 }
+}
+
+/// Page ids in an order in which neighbours lie far apart in the pool, as they do after a while of serving; each once.
+#[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
+fn strewn(pages: usize) -> impl Fn(usize) -> i32 {
+    fn gcd(a: usize, b: usize) -> usize {
+        if b == 0 { a } else { gcd(b, a % b) }
+    }
+    let step = (pages * 5 / 8..).find(|&step| gcd(step.max(1), pages) == 1).unwrap_or(1).max(1);
+    move |index| (index * step % pages) as i32
+}
+
+/// Every case of a place, large shapes or small ones (of which there are no neighbours).
 pub(super) fn list(place: &Place, quick: bool) -> Vec<Case> {
     let cpu = place.is_cpu();
     let families = [
@@ -51,7 +111,15 @@ pub(super) fn list(place: &Place, quick: bool) -> Vec<Case> {
         if cpu { flex::list(quick) } else { flex::list_on_device(quick) },
         if cpu { memory::list(quick) } else { memory::list_on_device(quick) },
     ];
-    families.into_iter().flatten().collect()
+    let mut cases: Vec<Case> = families.into_iter().flatten().collect();
+    if quick {
+        // Small shapes fall together.
+        let mut names = std::collections::HashSet::new();
+        cases.retain(|case| {
+            case.beside.as_ref().is_none_or(|beside| !beside.neighbour) && names.insert(case.name())
+        });
+    }
+    cases
 }
 
 #[cfg(test)]
@@ -64,8 +132,8 @@ mod tests {
     fn check(place: &Place) {
         for case in list(place, true) {
             assert!(super::super::KERNELS.contains(&case.kernel));
-            assert!(case.kernel.len() + case.shape.len() < 34, "{} {}", case.kernel, case.shape);
-            let name = format!("{} {}", case.kernel, case.shape);
+            let name = case.name();
+            assert!(name.len() <= 36, "{name}");
             let mut made = (case.make)(place).unwrap_or_else(|error| panic!("{name}: {error:#}"));
             (made.work)().unwrap_or_else(|error| panic!("{name}: {error:#}"));
             place.stream().synchronize().unwrap();
@@ -76,7 +144,13 @@ mod tests {
                 assert!(reads.bytes <= case.cost.bytes);
             }
         }
-        assert!(list(place, false).iter().all(|case| case.kernel.len() + case.shape.len() < 34));
+        let large = list(place, false);
+        let names: std::collections::HashSet<String> = large.iter().map(Case::name).collect();
+        assert!(names.len() == large.len() && names.iter().all(|name| name.len() <= 36), "{names:?}");
+        for case in &large {
+            // What a case is held against comes before it.
+            assert!(case.beside.as_ref().is_none_or(|beside| names.contains(&beside.of)), "{}", case.name());
+        }
     }
 
     #[test]

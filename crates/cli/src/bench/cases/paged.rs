@@ -8,9 +8,10 @@ use mstar_kernels::{Buffer, DType, TensorRef};
 use rayon::prelude::*;
 
 use super::super::limits::fold;
-use super::{Case, Cost, Made, Place};
+use super::{Case, Cost, Made, Place, longer, odd, strewn};
 use crate::bench::measure::PlainReads;
 
+/// Width of a head and tokens a page, where a row says no other.
 const D: usize = 128;
 const S: usize = 16;
 
@@ -24,6 +25,8 @@ struct Rows {
     shared: usize,
     h: usize,
     g: usize,
+    /// Width of a head.
+    d: usize,
     /// Tokens a page.
     page: usize,
     dtype: DType,
@@ -40,6 +43,7 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
         shared: 0,
         h: 32,
         g: 8,
+        d: D,
         page: S,
         dtype: DType::Bf16,
         cascade: true,
@@ -75,8 +79,8 @@ impl Rows {
         Geometry {
             num_qo_heads: self.h,
             num_kv_heads: self.g,
-            head_dim_qk: D,
-            head_dim_vo: D,
+            head_dim_qk: self.d,
+            head_dim_vo: self.d,
             page_size: self.page,
             q_dtype: self.dtype,
             kv_dtype: self.dtype,
@@ -85,11 +89,15 @@ impl Rows {
 
     fn shape(&self) -> String {
         let Rows { rows, q_len, kv_len, h, g, dtype, .. } = self;
-        match q_len {
-            1 if self.page == S => format!("{rows} x {kv_len}, {h}/{g}, {dtype}"),
-            1 => format!("{rows} x {kv_len}, {h}/{g}, {dtype}, p{}", self.page),
-            q_len => format!("{q_len} of {kv_len}, {h}/{g}, {dtype}"),
+        let length = if *q_len == 1 { format!("{rows} x") } else { format!("{q_len} of") };
+        let mut shape = format!("{length} {kv_len}, {h}/{g}, {dtype}");
+        if self.page != S {
+            shape += &format!(", p{}", self.page);
         }
+        if self.d != D {
+            shape += &format!(", d{}", self.d);
+        }
+        shape
     }
 
     /// Keys that its query tokens see, summed over all of them.
@@ -101,10 +109,10 @@ impl Rows {
     /// Useful work: every key and value once, queries and outputs once; unmasked pairs.
     fn cost(&self) -> Cost {
         let own = (self.kv_len - self.shared) * self.rows + self.shared;
-        let kv = 2 * own * self.g * D;
-        let qo = 2 * self.rows * self.q_len * self.h * D;
+        let kv = 2 * own * self.g * self.d;
+        let qo = 2 * self.rows * self.q_len * self.h * self.d;
         let bytes = ((kv + qo) * self.dtype.size()) as f64;
-        Cost { bytes, flops: 4.0 * (self.h * D) as f64 * self.pairs() }
+        Cost { bytes, flops: 4.0 * (self.h * self.d) as f64 * self.pairs() }
     }
 
     fn tables(&self) -> Tables {
@@ -112,12 +120,9 @@ impl Rows {
         let shared = self.shared / self.page;
         let own = per_row - shared;
         let pages = shared + self.rows * own;
-        // Neighbours in a row lie far apart in the pool, as they do after a while of serving.
-        let step = (pages * 5 / 8..).find(|&step| gcd(step.max(1), pages) == 1).unwrap_or(1).max(1);
-        let id = |index: usize| (index * step % pages) as i32;
         let kv_indices = (0..self.rows)
             .flat_map(|row| (0..shared).chain(shared + row * own..shared + (row + 1) * own))
-            .map(id)
+            .map(strewn(pages))
             .collect();
         Tables {
             qo_indptr: (0..=self.rows).map(|row| (row * self.q_len) as i32).collect(),
@@ -131,10 +136,6 @@ impl Rows {
     fn options(&self) -> PlanOptions {
         PlanOptions { cascade: self.cascade, ..PlanOptions::default() }
     }
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 struct Tables {
@@ -158,26 +159,62 @@ impl Tables {
     }
 }
 
-/// Those of a device.
+/// Those of a device: rows of several batches and heads, then one of them with other pages, widths and groups.
 pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
     let few = |rows: usize| if quick { rows.min(2) } else { rows };
-    let short = |tokens: usize| if quick { tokens / 64 } else { tokens };
+    let short = |tokens: usize| if quick { tokens.min(8192) / 64 } else { tokens };
     let base = Rows {
-        rows: 1,
+        rows: few(64),
         q_len: 1,
-        kv_len: 1,
+        kv_len: short(8192),
         shared: 0,
         h: 32,
         g: 8,
+        d: D,
         page: S,
         dtype: DType::Bf16,
         cascade: true,
     };
-    let rows = [(1, 8192), (16, 1024), (16, 8192), (64, 1024), (64, 8192)];
-    let decode = rows
-        .map(|(rows, kv_len)| attention("decode", Rows { rows: few(rows), kv_len: short(kv_len), ..base }));
+    let batches = [
+        (
+            32,
+            8,
+            &[
+                (1, 8192),
+                (1, 131_072),
+                (16, 1024),
+                (16, 8192),
+                (64, 1024),
+                (64, 8192),
+                (256, 1024),
+                (256, 4096),
+            ][..],
+        ),
+        (64, 8, &[(1, 8192), (64, 8192), (256, 4096)]),
+        (32, 32, &[(1, 8192), (64, 8192)]),
+    ];
+    let row = |h, g, rows, kv_len| Rows { rows: few(rows), kv_len: short(kv_len), h, g, ..base };
+    let mut rows: Vec<Rows> = batches
+        .into_iter()
+        .flat_map(|(h, g, lengths)| lengths.iter().map(move |&(rows, kv_len)| row(h, g, rows, kv_len)))
+        .collect();
+    // 64/8 heads are above.
+    rows.extend([1, 64, 128].map(|page| Rows { page, ..base }));
+    rows.extend([64, 256].map(|d| Rows { d, ..base }));
+    rows.extend([8, 56, 128].map(|h| Rows { h, ..base }));
+    let decode = |rows| attention("decode", rows);
+    let held = decode(base);
+    let mut cases = Vec::new();
+    for rows in rows {
+        let near = [Rows { kv_len: longer(rows.kv_len), ..rows }, Rows { rows: odd(rows.rows), ..rows }];
+        let other =
+            rows.page != S || rows.d != D || ![(32, 8), (64, 8), (32, 32)].contains(&(rows.h, rows.g));
+        let case = if other { decode(rows).beside(&held, 0.85) } else { decode(rows) };
+        cases.extend(case.with_neighbours(near.map(decode)));
+    }
     let n = short(8192);
-    decode.into_iter().chain([attention("prefill", Rows { q_len: n, kv_len: n, ..base })]).collect()
+    cases.push(attention("prefill", Rows { rows: 1, q_len: n, kv_len: n, ..base }));
+    cases
 }
 
 fn attention(kernel: &'static str, rows: Rows) -> Case {
@@ -190,34 +227,34 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
         let stream = place.stream();
         let tables = rows.tables();
         let options = PlanOptions { device: place.device(), ..rows.options() };
-        let mut plan = Plan::new(&rows.geometry(), &Variant::causal(D), &tables.view(), &options)?;
+        let mut plan = Plan::new(&rows.geometry(), &Variant::causal(rows.d), &tables.view(), &options)?;
         plan.stage(&stream)?;
         let mut workspace = Workspace::on(place.device(), plan.workspace_bytes())?;
-        let (t, h, dtype) = (rows.rows * rows.q_len, rows.h, rows.dtype);
-        let pool = [tables.pages, rows.page, rows.g, D];
+        let (t, h, d, dtype) = (rows.rows * rows.q_len, rows.h, rows.d, rows.dtype);
+        let pool = [tables.pages, rows.page, rows.g, d];
         let len: usize = pool.iter().product();
         let (q, k, v) = (
-            place.filled(dtype, t * h * D)?,
+            place.filled(dtype, t * h * d)?,
             Arc::new(place.filled(dtype, len)?),
             Arc::new(place.filled(dtype, len)?),
         );
         // What bounds decode is the read of its keys and values; the others also compute.
         let reads = (kernel == "decode" && place.is_cpu()).then(|| plain_reads(&k, &v, &tables));
-        let mut o = place.room(dtype, &[t, h, D])?;
+        let mut o = place.room(dtype, &[t, h, d])?;
         let work = move || {
             let inputs = Inputs {
-                q: q.tensor(0, dtype, &[t, h, D])?,
+                q: q.tensor(0, dtype, &[t, h, d])?,
                 k: k.tensor(0, dtype, &pool)?,
                 v: v.tensor(0, dtype, &pool)?,
                 sinks: None,
                 alibi_slopes: None,
             };
-            let outputs = Outputs { o: o.tensor_mut(0, dtype, &[t, h, D])?, lse: None };
+            let outputs = Outputs { o: o.tensor_mut(0, dtype, &[t, h, d])?, lse: None };
             Ok(run(&plan, &stream, &mut workspace, inputs, outputs)?)
         };
         Ok(Made { work: Box::new(work), reads })
     };
-    Case { kernel, shape, dtype: rows.dtype, cost: rows.cost(), make: Box::new(make) }
+    Case { kernel, shape, dtype: rows.dtype, cost: rows.cost(), beside: None, make: Box::new(make) }
 }
 
 /// Reads of the pages of `k` and `v` that `tables` name, by all threads of the current pool: each takes neighbouring
@@ -273,7 +310,14 @@ fn plan(rows: Rows) -> Case {
         }))
     };
     let shape = format!("{} x {}, page {S}", rows.rows, rows.kv_len);
-    Case { kernel: "plan", shape, dtype: rows.dtype, cost: Cost::default(), make: Box::new(make) }
+    Case {
+        kernel: "plan",
+        shape,
+        dtype: rows.dtype,
+        cost: Cost::default(),
+        beside: None,
+        make: Box::new(make),
+    }
 }
 
 #[cfg(test)]
@@ -289,6 +333,7 @@ mod tests {
             shared: 32,
             h: 4,
             g: 2,
+            d: D,
             page: S,
             dtype: DType::F32,
             cascade: true,
