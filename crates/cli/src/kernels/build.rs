@@ -52,7 +52,7 @@ fn list(args: &Build, targets: &[Target]) -> anyhow::Result<Exit> {
 /// What is compiled for a target: the list, or what the spec needs there.
 fn keys(args: &Build, target: Target) -> anyhow::Result<Vec<Key>> {
     let mut keys = match &args.spec {
-        None => variants::variants(),
+        None => variants::variants_for(target),
         Some(spec) => {
             let arguments = SpecArguments { spec: spec.clone(), set: args.set.clone(), device: None };
             needed_for(&arguments, target)?

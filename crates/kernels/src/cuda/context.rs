@@ -162,6 +162,11 @@ impl Context {
         self.properties.arch
     }
 
+    /// Whether it runs what `cu/hopper.cuh` declares, and has a Hopper's shared memory.
+    pub(crate) fn is_hopper(&self) -> bool {
+        self.arch() == (9, 0) && self.shared_per_block_optin() >= 227 << 10
+    }
+
     /// Its multiprocessors.
     pub fn sm_count(&self) -> u32 {
         self.properties.sm_count

@@ -4,7 +4,7 @@
 //! It is a pairwise cover of what chooses a variant (dtype, width, mask, mods), at most [`MOST`] long; a run may build others.
 //! Each kernel's author gives a function of their own.
 
-use super::jit::{Key, Resources, Unit};
+use super::jit::{Key, Resources, Target, Unit};
 
 /// The most that the list may hold.
 pub const MOST: usize = 100;
@@ -38,6 +38,12 @@ pub fn variants() -> Vec<Key> {
     let attention = [plain(), merge(), decode(), tile(), latent(), sparse()];
     let others = [picks(), scores(), select(), moves(), super::peak::keys()];
     [attention.concat(), others.concat()].concat()
+}
+
+/// Those of the list that compile for a target.
+pub fn variants_for(target: Target) -> Vec<Key> {
+    let hopper = !matches!(target, Target::Sm { major, .. } if major != 9);
+    variants().into_iter().filter(|key| hopper || !key.unit.needs_hopper()).collect()
 }
 
 /// The plain kernel: every source once and more, every dtype of queries and keys, every width of a value.
@@ -106,13 +112,24 @@ fn scores() -> Vec<Key> {
     let names = ["Q_TYPE", "KEY_TYPE", "DEPTH", "KEY_TILES", "KEYS_ALIGNED", "MIN_BLOCKS"];
     let mut keys: Vec<Key> =
         SOME.iter().map(|values| with_all(Key::new(Unit::SCORES, "scores"), names, *values)).collect();
+    // On Hopper: types of queries and keys, depth, heads, stages, alignment, blocks a multiprocessor.
+    const WIDE: [[i64; 7]; 5] = [
+        [1, 1, 128, 64, 3, 1, 3],
+        [1, 3, 128, 64, 7, 1, 3],
+        [2, 3, 64, 8, 8, 1, 3],
+        [2, 2, 256, 40, 2, 1, 2],
+        [1, 1, 128, 8, 4, 0, 3],
+    ];
+    let names = ["Q_TYPE", "KEY_TYPE", "DEPTH", "HEADS", "STAGES", "KEYS_ALIGNED", "MIN_BLOCKS"];
+    let wide = |values: &[i64; 7]| with_all(Key::new(Unit::SCORES_WIDE, "scores_wide"), names, *values);
+    keys.extend(WIDE.iter().map(wide));
     let plain = |(q, key)| Key::new(Unit::SCORES, "scores_plain").with("Q_TYPE", q).with("KEY_TYPE", key);
     keys.extend([(0, 0), (0, 3), (1, 2)].map(plain));
     keys
 }
 
 fn select() -> Vec<Key> {
-    let mut keys = vec![Key::new(Unit::TOPK, "topk")];
+    let mut keys = ["topk_count", "topk_pick"].map(|entry| Key::new(Unit::TOPK, entry)).to_vec();
     keys.extend((0..3).map(|dtype| Key::new(Unit::QUANTISE, "quantise").with("KEY_TYPE", dtype)));
     keys
 }

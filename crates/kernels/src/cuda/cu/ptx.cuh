@@ -184,6 +184,10 @@ DEVICE void cp_async_16(void* shared, const void* global, bool valid) {
                  "r"(valid ? 16 : 0)
                  : "memory");
 }
+// 4 bytes, both 4-byte aligned.
+DEVICE void cp_async_4(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most N of this thread's groups are under way.
 template <u32 N>

@@ -50,6 +50,7 @@ DEVICE U4 key_lanes(const u8* key, u32 at, u32 width) {
 
 MSTAR_KERNEL(scores, Scores, THREADS, MIN_BLOCKS) {
     SHARED(shared);
+    clear_states(p);
     const Table* table = p.table;
     const u32 w = warp(), l = lane(), g = l / 4, t = l % 4;
     const u32 heads = (p.heads + 7) / 8 * 8;
@@ -167,6 +168,7 @@ DEVICE float key_lane(const u8* key, u32 at) {
 
 // A thread a key.
 MSTAR_KERNEL(scores_plain, Scores, 128, 4) {
+    clear_states(p);
     const Table* table = p.table;
     const u32 chunks = (most(table->keys, p.to_width) + 127) / 128;
     const u32 end_row = least(p.row_end, table->rows);

@@ -16,8 +16,17 @@ struct Scores {
     u32 row_begin, row_end, to_row;
     u32 to_width;          // keys that a row has room for, -inf past those that it sees; 0: leave the rest as it is
     u32 chunk;             // keys that a block takes at once
+    u32* states;           // what the pick of these rows counts in, which is to be zeros; 16-byte aligned
+    u64 state_words;       // a multiple of 4
 };
-static_assert(sizeof(Scores) == 120, "as in exec/select.rs");
+static_assert(sizeof(Scores) == 136, "as in exec/select.rs");
+
+// Zeros for the kernels behind this one.
+DEVICE void clear_states(const Scores& p) {
+    const u64 step = u64(grid_x()) * threads();
+    for (u64 four = u64(block_x()) * threads() + thread_x(); four < p.state_words / 4; four += step)
+        store16(p.states + four * 4, U4{0, 0, 0, 0});
+}
 
 // The larger of x and 0; NaN stays NaN.
 DEVICE float relu(float x) { return x <= 0.0f ? 0.0f : x; }

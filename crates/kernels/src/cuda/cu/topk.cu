@@ -1,21 +1,40 @@
 // The keys of largest score of each row, ascending by position, of equal ones the earlier, never NaN; -1 where there are no more.
 //
-// A block has a row. Scores are mapped to integers that order as they do (0 and -0 alike, NaN below all); three rounds count them
-// by 11, 11 and 10 bits and find the integer of the last pick; one sweep in position order then writes all above it and the first
-// that equal it. Counts are integers: nothing depends on the order of atomics.
+// Scores are mapped to integers that order as they do (0 and -0 alike, NaN below all). A row is cut into segments of SEGMENT keys,
+// a block each:
+//   topk_count  counts a row's keys by their leading bits, its class, over all of its segments
+//   topk_pick   finds the class of the last pick, and keeps of each segment the keys of that class and of those above, in order;
+//               the last block of a row to do so finds the integer of the last pick among them, and writes the picks
+// Counts are integers and lists keep the order of positions: nothing depends on which block comes first.
 
 #include "table.cuh"
 
 struct Topk {
     const Table* table;
-    const float* scores;  // [rows, score_stride]: row `row_begin` first; 16-byte aligned rows
+    float* scores;        // [rows, score_stride]: row `row_begin` first; 16-byte aligned rows; their lists afterwards
+    u32* states;          // [rows, STATE]: zeros at first
+    u32* lengths;         // [rows, segments]: keys that a segment keeps
     i32* to;              // [T, to_stride]
     i64 score_stride, to_stride;
-    u32 topk, row_begin, row_end, reserved;
+    u32 topk, row_begin, row_end;
+    u32 segments;         // that the longest row has
 };
-static_assert(sizeof(Topk) == 56, "as in exec/select.rs");
+static_assert(sizeof(Topk) == 72, "as in exec/select.rs");
 
-constexpr u32 THREADS = 1024, WARPS = 32, CLASSES = 2048;
+constexpr u32 THREADS = 512, WARPS = 16, KEYS = 8;
+constexpr u32 SEGMENT = THREADS * KEYS;
+// A class is an integer's leading bits; GROUP classes are counted together once more.
+constexpr u32 BELOW = 19, CLASSES = 1u << (32 - BELOW), GROUP = CLASSES / THREADS;
+// Of a row: counts of classes, of groups, and blocks that have come.
+constexpr u32 GROUPS_AT = CLASSES, TICKET_AT = GROUPS_AT + THREADS, STATE = TICKET_AT + 16;
+// What is kept of a key in 32 bits: whether its class is above that of the last pick, the integer's other bits, and where in its
+// segment it lies.
+constexpr u32 PLACE = 12, ABOVE = 1u << 31;
+static_assert(SEGMENT == 1u << PLACE && BELOW + PLACE == 31, "an entry's parts fill it");
+// In shared memory: sums of warps and what was found, first entries of segments, counters, entries.
+constexpr u32 FOUND_AT = WARPS, STARTS_AT = FOUND_AT + 16, MOST_STARTS = 512, COUNTERS_AT = STARTS_AT + MOST_STARTS, COUNTERS = 1024;
+constexpr u32 LIST_AT = COUNTERS_AT + COUNTERS, MOST_LISTED = 8192;
+static_assert((LIST_AT + MOST_LISTED) * 4 == 39040, "as in exec/select.rs");
 
 DEVICE u32 order_of(float x) {
     u32 bits = float_bits(x + 0.0f);
@@ -34,104 +53,232 @@ DEVICE u32 sum_below(u32 v, u32* sums, u32& all) {
     block_sync();
     if (lane() == 31) sums[warp()] = running;
     block_sync();
-    u32 of_warp = sums[lane()], before = of_warp;
+    u32 of_warp = sums[lane() % WARPS], before = of_warp;
     UNROLL
-    for (u32 by = 1; by < 32; by *= 2) {
+    for (u32 by = 1; by < WARPS; by *= 2) {
         u32 below = shfl_up(before, by);
-        if (lane() >= by) before += below;
+        if (lane() % WARPS >= by) before += below;
     }
-    all = shfl_idx(before, 31);
+    all = shfl_idx(before, WARPS - 1);
     u32 through = shfl_idx(before, warp()), own = shfl_idx(of_warp, warp());
     return through - own + running - v;
 }
 
-// Four scores from `at` on as integers; 0, which is never picked, past the end.
+// This thread's keys of a segment as integers; 0, which is never picked, past the end.
 struct Orders {
-    u32 of[4];
+    u32 of[KEYS];
 };
-DEVICE Orders orders_at(const float* scores, u32 at, u32 seen) {
+DEVICE Orders orders_at(const float* scores, u32 from, u32 seen) {
     Orders r;
-    if (at >= seen) {
-        r.of[0] = r.of[1] = r.of[2] = r.of[3] = 0;
-        return r;
-    }
-    U4 v = load16(scores + at);
-    u32 words[4] = {v.x, v.y, v.z, v.w};
     UNROLL
-    for (u32 i = 0; i < 4; i++) r.of[i] = at + i < seen ? order_of(bits_float(words[i])) : 0;
+    for (u32 four = 0; four < KEYS; four += 4) {
+        u32 at = from + thread_x() * KEYS + four;
+        U4 v{0, 0, 0, 0};
+        if (at < seen) v = load16(scores + at);
+        u32 words[4] = {v.x, v.y, v.z, v.w};
+        UNROLL
+        for (u32 i = 0; i < 4; i++) r.of[four + i] = at + i < seen ? order_of(bits_float(words[i])) : 0;
+    }
     return r;
 }
 
-MSTAR_KERNEL(topk, Topk, THREADS, 1) {
+// A block's segment of a row.
+struct Unit {
+    u32 row, segment, seen;
+    float* scores;
+    u32* state;
+};
+DEVICE Unit unit_of(const Topk& p, u32 unit) {
+    u32 row = p.row_begin + unit / p.segments, of_panel = unit / p.segments;
+    u32 seen = u32(least(i64(seen_of(p.table, row)), p.score_stride));
+    return Unit{row, unit % p.segments, seen, p.scores + i64(of_panel) * p.score_stride, p.states + u64(of_panel) * STATE};
+}
+DEVICE u32 units_of(const Topk& p) {
+    const u32 end_row = least(p.row_end, p.table->rows);
+    return end_row > p.row_begin ? (end_row - p.row_begin) * p.segments : 0;
+}
+
+MSTAR_KERNEL(topk_count, Topk, THREADS, 2) {
     SHARED(shared);
     u32* counts = reinterpret_cast<u32*>(shared);
-    u32* sums = counts + CLASSES;
-    u32* found = sums + WARPS;
-    const u32 end_row = least(p.row_end, p.table->rows);
-    for (u32 row = p.row_begin + block_x(); row < end_row; row += grid_x()) {
-        const u32 seen = u32(least(i64(seen_of(p.table, row)), p.score_stride));
-        const float* scores = p.scores + i64(row - p.row_begin) * p.score_stride;
-        i32* to = p.to + i64(row) * p.to_stride;
-        // All above `cut` are picked, and the first `ties` that equal it.
-        u32 cut = 0, ties = 0;
-        if (p.topk == 0) continue;
-        if (seen > p.topk) {
-            u32 left = p.topk, base = 0, shift = 32;
-            NO_UNROLL
-            for (u32 round = 0; round < 3; round++) {
-                const u32 digit = round == 2 ? 10 : 11, above = shift;
-                shift -= digit;
-                counts[thread_x()] = 0, counts[thread_x() + THREADS] = 0;
-                block_sync();
-                NO_UNROLL
-                for (u32 at = thread_x() * 4; at < seen; at += THREADS * 4) {
-                    Orders orders = orders_at(scores, at, seen);
-                    UNROLL
-                    for (u32 i = 0; i < 4; i++) {
-                        u32 order = orders.of[i];
-                        if (order != 0 && (round == 0 || order >> above == base >> above))
-                            atomic_add(counts + (order >> shift & ((1u << digit) - 1)), 1);
-                    }
-                }
-                block_sync();
-                // Threads take two classes each, from the top.
-                u32 first = CLASSES - 1 - 2 * thread_x();
-                u32 upper = counts[first], lower = counts[first - 1], all;
-                u32 before = sum_below(upper + lower, sums, all);
-                if (round == 0 && all <= p.topk) {
-                    // All that are not NaN.
-                    cut = 0, ties = 0;
-                    break;
-                }
-                if (before < left && left <= before + upper) found[0] = first, found[1] = left - before;
-                else if (before + upper < left && left <= before + upper + lower)
-                    found[0] = first - 1, found[1] = left - before - upper;
-                block_sync();
-                base |= found[0] << shift, left = found[1];
-                cut = base, ties = left;
+    for (u32 index = block_x(); index < units_of(p); index += grid_x()) {
+        const Unit unit = unit_of(p, index);
+        // A row that sees no more than it picks has nothing to count.
+        if (unit.segment * SEGMENT >= unit.seen || unit.seen <= p.topk) continue;
+        const Orders orders = orders_at(unit.scores, unit.segment * SEGMENT, unit.seen);
+        block_sync();
+        UNROLL
+        for (u32 i = 0; i < GROUP / 4; i++) store16(counts + (i * THREADS + thread_x()) * 4, U4{0, 0, 0, 0});
+        block_sync();
+        UNROLL
+        for (u32 i = 0; i < KEYS; i++)
+            if (orders.of[i] != 0) atomic_add(counts + (orders.of[i] >> BELOW), 1);
+        block_sync();
+        u32 together = 0;
+        UNROLL
+        for (u32 i = 0; i < GROUP; i += 4) {
+            u32 first = thread_x() * GROUP + i;
+            U4 v = load16(counts + first);
+            together += v.x + v.y + v.z + v.w;
+            if (v.x) atomic_add(unit.state + first, v.x);
+            if (v.y) atomic_add(unit.state + first + 1, v.y);
+            if (v.z) atomic_add(unit.state + first + 2, v.z);
+            if (v.w) atomic_add(unit.state + first + 3, v.w);
+        }
+        if (together) atomic_add(unit.state + GROUPS_AT + thread_x(), together);
+    }
+}
+
+// The class of a row's last pick, and how many of it are picked; of a row whose keys are all picked, no class and 0.
+struct Last {
+    u32 of, left;
+};
+DEVICE Last last_of(const u32* state, u32 topk, u32* shared) {
+    u32* found = shared + FOUND_AT;
+    // Threads take a group each, from the top.
+    u32 group = THREADS - 1 - thread_x(), all;
+    u32 here = state[GROUPS_AT + group], before = sum_below(here, shared, all);
+    if (all <= topk) return Last{0, 0};
+    if (before < topk && topk <= before + here) {
+        U4 four[GROUP / 4];
+        UNROLL
+        for (u32 i = 0; i < GROUP / 4; i++) four[i] = load16(state + group * GROUP + i * 4);
+        UNROLL
+        for (u32 i = GROUP / 4; i-- > 0;) {
+            u32 counts[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
+            UNROLL
+            for (u32 j = 4; j-- > 0;) {
+                if (before < topk && topk <= before + counts[j]) found[0] = group * GROUP + i * 4 + j, found[1] = topk - before;
+                before += counts[j];
             }
         }
-        u32 picked = 0, equal_before = 0, above_before = 0;
-        NO_UNROLL
-        for (u32 from = 0; from < seen; from += THREADS * 4) {
-            u32 at = from + thread_x() * 4;
-            Orders orders = orders_at(scores, at, seen);
-            u32 here = 0;
-            UNROLL
-            for (u32 i = 0; i < 4; i++) here += u32(orders.of[i] > cut) + (u32(ties != 0 && orders.of[i] == cut) << 16);
-            u32 all, before = sum_below(here, sums, all);
-            u32 above = above_before + (before & 0xffff), equal = equal_before + (before >> 16);
-            UNROLL
-            for (u32 i = 0; i < 4; i++) {
-                bool is_above = orders.of[i] > cut, is_equal = ties != 0 && orders.of[i] == cut;
-                u32 rank = above + least(equal, ties);
-                if (is_above || (is_equal && equal < ties)) to[rank] = i32(at + i);
-                above += is_above, equal += is_equal;
-            }
-            above_before += all & 0xffff, equal_before += all >> 16;
+    }
+    block_sync();
+    return Last{found[0], found[1]};
+}
+
+// The bits below the class of the last of `left` picks among a list's entries of its class, and how many that equal it are picked.
+DEVICE Last last_below(const u32* list, u32 length, u32 left, u32* shared) {
+    u32 *found = shared + FOUND_AT, *counters = shared + COUNTERS_AT;
+    u32 base = 0;
+    NO_UNROLL
+    for (u32 round = 0; round < 2; round++) {
+        counters[thread_x()] = 0, counters[thread_x() + THREADS] = 0;
+        block_sync();
+        for (u32 i = thread_x(); i < length; i += THREADS) {
+            u32 entry = list[i], below = entry >> PLACE;
+            if (entry & ABOVE) continue;
+            if (round == 0) atomic_add(counters + (below >> 9), 1);
+            else if (below >> 9 == base >> 9) atomic_add(counters + (below & 511), 1);
         }
-        picked = above_before + least(equal_before, ties);
-        for (u32 i = picked + thread_x(); i < p.topk; i += THREADS) to[i] = -1;
+        block_sync();
+        u32 first = COUNTERS - 1 - 2 * thread_x(), all;
+        u32 upper = counters[first], lower = counters[first - 1];
+        u32 before = sum_below(upper + lower, shared, all);
+        if (before < left && left <= before + upper) found[0] = first, found[1] = left - before;
+        else if (before + upper < left && left <= before + upper + lower) found[0] = first - 1, found[1] = left - before - upper;
+        block_sync();
+        base |= round == 0 ? found[0] << 9 : found[0], left = found[1];
+        block_sync();
+    }
+    return Last{base, left};
+}
+
+// Writes a row's picks, all of whose segments have left their lists.
+DEVICE void write_picks(const Topk& p, const Unit& unit, u32 left, u32* shared) {
+    const u32 segments = most(1u, (unit.seen + SEGMENT - 1) / SEGMENT);
+    u32* lengths = p.lengths + u64(unit.row - p.row_begin) * p.segments;
+    u32* lists = reinterpret_cast<u32*>(unit.scores);
+    // Where each segment's entries come among all of the row.
+    u32* starts = segments <= MOST_STARTS ? shared + STARTS_AT : lengths;
+    u32 length = 0, all;
+    for (u32 from = 0; from < segments; from += THREADS) {
+        u32 segment = from + thread_x(), own = segment < segments ? lengths[segment] : 0;
+        u32 before = sum_below(own, shared, all);
+        if (segment < segments) starts[segment] = length + before;
+        length += all;
+    }
+    block_sync();
+    auto end_of = [&](u32 segment) { return segment + 1 < segments ? starts[segment + 1] : length; };
+    // One list, in shared memory if it has room, else moved together where it is.
+    const bool fits = length <= MOST_LISTED;
+    u32* list = fits ? shared + LIST_AT : lists;
+    if (fits) {
+        for (u32 segment = warp(); segment < segments; segment += WARPS) {
+            const u32 start = starts[segment], count = end_of(segment) - start;
+            const u32* from = lists + u64(segment) * SEGMENT;
+            for (u32 i = lane(); i < count; i += 32) list[start + i] = from[i];
+        }
+    } else {
+        for (u32 segment = 1; segment < segments; segment++) {
+            const u32 start = starts[segment], count = end_of(segment) - start;
+            for (u32 i = thread_x(); i - thread_x() < count; i += THREADS) {
+                u32 entry = i < count ? lists[u64(segment) * SEGMENT + i] : 0;
+                block_sync();
+                if (i < count) lists[start + i] = entry;
+            }
+        }
+    }
+    block_sync();
+    Last last{0, 0};
+    if (left != 0) last = last_below(list, length, left, shared);
+    // Neighbouring entries are one thread's.
+    const u32 each = (length + THREADS - 1) / THREADS, first = least(thread_x() * each, length), end = least(first + each, length);
+    u32 above = 0, equal = 0;
+    for (u32 i = first; i < end; i++) {
+        u32 key = list[i] >> PLACE;
+        above += key > last.of || left == 0, equal += key == last.of && left != 0;
+    }
+    u32 all_above, all_equal;
+    above = sum_below(above, shared, all_above), equal = sum_below(equal, shared, all_equal);
+    i32* to = p.to + i64(unit.row) * p.to_stride;
+    // The segment of the first entry: the last that starts at or before it.
+    u32 segment = 0, past = segments;
+    while (past - segment > 1) {
+        u32 middle = segment + (past - segment) / 2;
+        if (starts[middle] <= first) segment = middle;
+        else past = middle;
+    }
+    for (u32 i = first; i < end; i++) {
+        while (i >= end_of(segment)) segment++;
+        u32 entry = list[i], key = entry >> PLACE;
+        bool is_above = key > last.of || left == 0, is_equal = key == last.of && left != 0;
+        u32 rank = above + least(equal, last.left);
+        if (is_above || (is_equal && equal < last.left)) to[rank] = i32(segment * SEGMENT + (entry & (SEGMENT - 1)));
+        above += is_above, equal += is_equal;
+    }
+    for (u32 i = all_above + least(all_equal, last.left) + thread_x(); i < p.topk; i += THREADS) to[i] = -1;
+}
+
+MSTAR_KERNEL(topk_pick, Topk, THREADS, 2) {
+    SHARED(memory);
+    u32* shared = reinterpret_cast<u32*>(memory);
+    u32* found = shared + FOUND_AT;
+    for (u32 index = block_x(); index < units_of(p); index += grid_x()) {
+        const Unit unit = unit_of(p, index);
+        const u32 from = unit.segment * SEGMENT, segments = most(1u, (unit.seen + SEGMENT - 1) / SEGMENT);
+        if (unit.segment >= segments) continue;
+        const Orders orders = orders_at(unit.scores, from, unit.seen);
+        Last last{0, 0};
+        if (unit.seen > p.topk) last = last_of(unit.state, p.topk, shared);
+        u32 entries[KEYS], kept = 0;
+        UNROLL
+        for (u32 i = 0; i < KEYS; i++) {
+            u32 order = orders.of[i], of = order >> BELOW, place = thread_x() * KEYS + i;
+            bool above = last.left == 0 ? order != 0 : of > last.of, same = last.left != 0 && of == last.of;
+            entries[i] = (above ? ABOVE : 0) | (order & ((1u << BELOW) - 1)) << PLACE | place;
+            kept |= u32(above || same) << i;
+        }
+        u32 all, rank = sum_below(popcount(kept), shared, all);
+        u32* list = reinterpret_cast<u32*>(unit.scores + from);
+        UNROLL
+        for (u32 i = 0; i < KEYS; i++)
+            if (kept >> i & 1) list[rank++] = entries[i];
+        if (thread_x() == 0) p.lengths[u64(unit.row - p.row_begin) * p.segments + unit.segment] = all;
+        block_sync();
+        if (thread_x() == 0) found[2] = take_ticket(unit.state + TICKET_AT);
+        block_sync();
+        if (found[2] + 1 == segments) write_picks(p, unit, last.left, shared);
         block_sync();
     }
 }

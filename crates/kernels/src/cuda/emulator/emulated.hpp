@@ -45,6 +45,7 @@ namespace emulated {
 struct Copy {
     void* to;
     const void* from;  // null: zeros
+    u32 bytes = 16;
 };
 
 struct Block;
@@ -123,8 +124,8 @@ static void wait_until_changed(const u32* generation, u32 at) {
 
 static void land(std::vector<Copy>& copies) {
     for (const Copy& copy : copies) {
-        if (copy.from) std::memcpy(copy.to, copy.from, 16);
-        else std::memset(copy.to, 0, 16);
+        if (copy.from) std::memcpy(copy.to, copy.from, copy.bytes);
+        else std::memset(copy.to, 0, copy.bytes);
     }
     copies.clear();
 }
@@ -435,6 +436,12 @@ DEVICE void cp_async_16(void* shared, const void* global, bool valid) {
         emulated::fail("cp_async_16 of an address that is not 16-byte aligned");
     std::memset(shared, 0xff, 16);
     emulated::now->open.push_back({shared, valid ? global : nullptr});
+}
+DEVICE void cp_async_4(void* shared, const void* global) {
+    if (reinterpret_cast<size_t>(shared) % 4 || reinterpret_cast<size_t>(global) % 4)
+        emulated::fail("cp_async_4 of an address that is not 4-byte aligned");
+    std::memset(shared, 0xff, 4);
+    emulated::now->open.push_back({shared, global, 4});
 }
 DEVICE void cp_async_commit() {
     emulated::now->groups.push_back(std::move(emulated::now->open));

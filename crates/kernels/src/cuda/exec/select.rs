@@ -6,7 +6,7 @@ use crate::cpu::dsa::Call;
 use crate::cuda::jit::{self, Key, Unit};
 use crate::cuda::{Context, Launch, launch};
 use crate::dsa::{DeviceTable, KeyFormat};
-use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
+use crate::{DType, Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
 
 use super::params::{View, number};
 
@@ -16,10 +16,18 @@ const PANEL_BYTES: usize = 64 << 20;
 const LEAST_ROWS: usize = 16;
 /// The widest key that tensor cores take.
 const MAX_DEPTH: usize = 256;
+/// Of the kernel for Hopper: threads of a block, keys that it takes at once, and bytes that a multiprocessor keeps of each block.
+const WIDE_THREADS: u32 = 128;
+const WIDE_TILE: usize = 64;
+const RESERVED: usize = 1024;
 /// Keys that a block takes in one round of its warps, with two tiles each.
 const ROUND: usize = 192;
-/// Bytes of shared memory of `cu/topk.cu`: counters, sums of warps, what was found.
-const TOPK_SHARED: u32 = (2048 + 32 + 4) * 4;
+/// Of `cu/topk.cu`: threads; keys of a segment, a block's; words of a row's state; bytes of shared memory of its two kernels.
+const TOPK_THREADS: u32 = 512;
+const SEGMENT: usize = 4096;
+const STATE: usize = 8192 + 512 + 16;
+const COUNT_SHARED: u32 = 8192 * 4;
+const PICK_SHARED: u32 = 39040;
 
 /// As `Scores` in `cu/scores.cuh`.
 #[repr(C)]
@@ -44,6 +52,8 @@ struct Scores {
     to_row: u32,
     to_width: u32,
     chunk: u32,
+    states: u64,
+    state_words: u64,
 }
 
 /// As `Topk` in `cu/topk.cu`.
@@ -52,13 +62,15 @@ struct Scores {
 struct Topk {
     table: u64,
     scores: u64,
+    states: u64,
+    lengths: u64,
     to: u64,
     score_stride: i64,
     to_stride: i64,
     topk: u32,
     row_begin: u32,
     row_end: u32,
-    reserved: u32,
+    segments: u32,
 }
 
 /// As `Quantise` in `cu/quantise.cu`.
@@ -73,16 +85,33 @@ struct Quantise {
     width: u32,
 }
 
-const _: () = assert!(size_of::<Scores>() == 120 && size_of::<Topk>() == 56 && size_of::<Quantise>() == 40);
+const _: () = assert!(size_of::<Scores>() == 136 && size_of::<Topk>() == 72 && size_of::<Quantise>() == 40);
 
 /// Floats from one row's scores to the next.
 fn stride(keys: usize) -> usize {
     keys.next_multiple_of(4).max(4)
 }
 
+/// How the workspace of a panel of rows is cut: states, scores, lengths of lists, each of so many words a row.
+struct Panel {
+    scores: usize,
+    segments: usize,
+}
+
+impl Panel {
+    fn of(keys: usize) -> Panel {
+        Panel { scores: stride(keys), segments: keys.div_ceil(SEGMENT).max(1) }
+    }
+
+    /// Bytes of a row.
+    fn row(&self) -> usize {
+        self.scores.saturating_add(self.segments).saturating_add(STATE).saturating_mul(4)
+    }
+}
+
 /// Bytes that [`select`] needs for up to so many rows, which see up to so many keys, wherever the workspace starts.
 pub(crate) fn select_bytes(rows: usize, keys: usize) -> usize {
-    let row = stride(keys).saturating_mul(4);
+    let row = Panel::of(keys).row();
     rows.min((PANEL_BYTES / row).max(LEAST_ROWS)).saturating_mul(row).saturating_add(63)
 }
 
@@ -92,9 +121,67 @@ struct Choice {
     threads: u32,
     shared: u32,
     blocks: u32,
+    /// Keys that a block takes at once, where that is not for the call to say.
+    tile: usize,
 }
 
-fn choose(q: DType, format: KeyFormat, heads: usize, width: usize, aligned: bool, room: u32) -> Choice {
+/// Bytes of shared memory of `cu/scores_wide.cu`, as it cuts them.
+fn wide_bytes(codes: bool, heads: usize, depth: usize, stages: usize) -> usize {
+    let product = [8, 16, 32].into_iter().find(|&columns| heads <= columns).unwrap_or(64);
+    let pitch = if codes { depth + 4 } else { depth * 2 };
+    heads.next_multiple_of(product) * (depth * 2 + 4) + stages * WIDE_TILE * pitch
+}
+
+/// The kernel for Hopper, where it serves.
+fn choose_wide(
+    q: DType,
+    format: KeyFormat,
+    heads: usize,
+    width: usize,
+    aligned: bool,
+    context: &Context,
+) -> Option<Choice> {
+    let codes = format == KeyFormat::Fp8;
+    let served = q != DType::F32 && if codes { aligned } else { format.dtype() == q };
+    let depth = width.next_multiple_of(64);
+    let room = context.shared_per_block_optin() as usize;
+    if !served || depth > MAX_DEPTH || !context.is_hopper() || Kernels::Auto.settled() == Kernels::Mma {
+        return None;
+    }
+    // Blocks share a multiprocessor's memory, and products need registers; many bytes are to be on their way.
+    let fits = |blocks: usize| {
+        let each = (room + RESERVED) / blocks - RESERVED;
+        (2..=8)
+            .rev()
+            .find(|&stages| wide_bytes(codes, heads, depth, stages) <= each)
+            .map(|stages| (blocks, stages))
+    };
+    let (blocks, stages) =
+        [3, 2, 1].into_iter().filter(|&blocks| depth <= 128 || blocks < 3).find_map(fits)?;
+    let key = Key::new(Unit::SCORES_WIDE, "scores_wide")
+        .with("Q_TYPE", number(q))
+        .with("KEY_TYPE", if codes { 3 } else { number(format.dtype()) })
+        .with("DEPTH", depth as i64)
+        .with("HEADS", heads as i64)
+        .with("STAGES", stages as i64)
+        .with("KEYS_ALIGNED", (codes || aligned && width.is_multiple_of(8)).into())
+        .with("MIN_BLOCKS", blocks as i64);
+    let shared = wide_bytes(codes, heads, depth, stages) as u32;
+    Some(Choice { key, threads: WIDE_THREADS, shared, blocks: blocks as u32, tile: WIDE_TILE })
+}
+
+fn choose(
+    q: DType,
+    format: KeyFormat,
+    heads: usize,
+    width: usize,
+    aligned: bool,
+    context: &Context,
+) -> Choice {
+    if let Some(wide) = choose_wide(q, format, heads, width, aligned, context) {
+        return wide;
+    }
+    let room = context.shared_per_block_optin();
     let keys = if format == KeyFormat::Fp8 { 3 } else { number(format.dtype()) };
     let key = Key::new(Unit::SCORES, "scores").with("Q_TYPE", number(q)).with("KEY_TYPE", keys);
     let depth = width.next_multiple_of(32);
@@ -103,7 +190,13 @@ fn choose(q: DType, format: KeyFormat, heads: usize, width: usize, aligned: bool
     // Codes are read four at once.
     let served = q != DType::F32 && (keys == number(q) || keys == 3 && aligned);
     if !served || depth > MAX_DEPTH || shared > room as usize {
-        return Choice { key: Key { entry: "scores_plain", ..key }, threads: 128, shared: 0, blocks: 4 };
+        return Choice {
+            key: Key { entry: "scores_plain", ..key },
+            threads: 128,
+            shared: 0,
+            blocks: 4,
+            tile: 128,
+        };
     }
     let aligned = aligned && (format == KeyFormat::Fp8 || width.is_multiple_of(8));
     let blocks = if aligned && 2 * (shared + 1024) <= room as usize { 2 } else { 1 };
@@ -112,7 +205,7 @@ fn choose(q: DType, format: KeyFormat, heads: usize, width: usize, aligned: bool
         .with("KEY_TILES", if depth <= 128 && aligned { 2 } else { 1 })
         .with("KEYS_ALIGNED", aligned.into())
         .with("MIN_BLOCKS", blocks);
-    Choice { key, threads: 192, shared: shared as u32, blocks: blocks as u32 }
+    Choice { key, threads: 192, shared: shared as u32, blocks: blocks as u32, tile: 0 }
 }
 
 /// What keys' addresses are to be multiples of, for the loads of tensor cores' kernels.
@@ -122,15 +215,21 @@ fn alignment(format: KeyFormat) -> usize {
 
 /// Compiles and loads what selecting with such an indexer will run.
 pub(crate) fn prepare(device: Device, q: DType, format: KeyFormat, heads: usize, width: usize) -> Result<()> {
-    let room = Context::of(device)?.shared_per_block_optin();
+    let context = Context::of(device)?;
     let aligned = format.bytes(width).is_multiple_of(alignment(format));
-    let scores = choose(q, format, heads, width, aligned, room).key;
+    let scores = choose(q, format, heads, width, aligned, context).key;
     // Keys come in the queries' type.
-    jit::prepare(device, &[scores, Key::new(Unit::TOPK, "topk"), storing(q, format)])
+    let [count, pick] = picking();
+    jit::prepare(device, &[scores, count, pick, storing(q, format)])
+}
+
+/// The kernels of the pick.
+fn picking() -> [Key; 2] {
+    ["topk_count", "topk_pick"].map(|entry| Key::new(Unit::TOPK, entry))
 }
 
 /// Puts the scores of rows `rows` into the stream, to `to`, where row `rows.start` comes first; with `fill`, so many a row,
-/// `-inf` past what it sees.
+/// `-inf` past what it sees; and zeros to so many words of states.
 fn score(
     stream: &Stream,
     call: &Call<'_>,
@@ -138,12 +237,13 @@ fn score(
     rows: std::ops::Range<usize>,
     to: (u64, usize),
     fill: usize,
+    states: (u64, usize),
 ) -> Result<()> {
     let context = Context::of(stream.device())?;
     let [_, heads, width] = [0, 1, 2].map(|axis| call.q.shape()[axis]);
-    let (room, keys) = (context.shared_per_block_optin(), table.max_keys().max(fill));
+    let keys = table.max_keys().max(fill);
     let aligned = View::aligned_to(&call.keys, alignment(call.format));
-    let choice = choose(call.q.dtype(), call.format, heads, width, aligned, room);
+    let choice = choose(call.q.dtype(), call.format, heads, width, aligned, context);
     let function = jit::function(stream.device(), &choice.key)?;
     let slots = context.sm_count() * choice.blocks;
     // Long chunks load queries seldom; short ones are spread evenly.
@@ -153,7 +253,7 @@ fn score(
         .into_iter()
         .find(|&chunk| units(chunk) >= 4 * slots as usize)
         .unwrap_or(ROUND);
-    let chunk = if choice.shared == 0 { 128 } else { chunk };
+    let chunk = if choice.tile == 0 { chunk } else { choice.tile };
     let size = call.format.dtype().size();
     let params = Scores {
         table: table.address(),
@@ -175,6 +275,8 @@ fn score(
         to_row: rows.start as u32,
         to_width: fill as u32,
         chunk: chunk as u32,
+        states: states.0,
+        state_words: states.1 as u64,
     };
     let blocks = slots.min(u32::try_from(units(chunk)).unwrap_or(u32::MAX));
     let how = Launch { grid: [blocks, 1, 1], block: choice.threads, shared: choice.shared };
@@ -198,7 +300,7 @@ pub(crate) fn scores(
     if rows == 0 || width == 0 {
         return Ok(());
     }
-    score(stream, call, table, 0..rows, (to.as_mut_ptr() as u64, stride), width)
+    score(stream, call, table, 0..rows, (to.as_mut_ptr() as u64, stride), width, (0, 0))
 }
 
 /// Scores and picks to `[T, K]` i32. The call was checked, and its arrays are those of the table.
@@ -216,35 +318,44 @@ pub(crate) fn select(
     if rows == 0 || topk == 0 {
         return Ok(());
     }
-    let stride = stride(table.max_keys());
+    let cut = Panel::of(table.max_keys());
     let available = workspace.numel();
     let start = (workspace.as_mut_ptr() as u64).next_multiple_of(64);
     let skipped = (start - workspace.as_mut_ptr() as u64) as usize;
-    let panel = (available.saturating_sub(skipped) / (4 * stride)).min(rows);
+    let panel = (available.saturating_sub(skipped) / cut.row()).min(rows);
     if panel == 0 {
         return Err(Error::Workspace { needed: select_bytes(rows, table.max_keys()), available });
     }
-    let context = Context::of(stream.device())?;
-    let function = jit::function(stream.device(), &Key::new(Unit::TOPK, "topk"))?;
+    let sms = Context::of(stream.device())?.sm_count() as usize;
+    let [count, pick] = picking().map(|key| jit::function(stream.device(), &key));
+    let kernels = [(count?, COUNT_SHARED, 4), (pick?, PICK_SHARED, 2)];
+    let scores = start + (panel * STATE * 4) as u64;
+    let lengths = scores + (panel * cut.scores * 4) as u64;
     for first in (0..rows).step_by(panel) {
         let end = rows.min(first + panel);
-        score(stream, call, table, first..end, (start, stride), 0)?;
+        let states = (start, (end - first) * STATE);
+        score(stream, call, table, first..end, (scores, cut.scores), 0, states)?;
         let params = Topk {
             table: table.address(),
-            scores: start,
+            scores,
+            states: start,
+            lengths,
             to: selection.as_mut_ptr() as u64,
-            score_stride: stride as i64,
+            score_stride: cut.scores as i64,
             to_stride: selection.strides()[0] as i64,
             topk: topk as u32,
             row_begin: first as u32,
             row_end: end as u32,
-            reserved: 0,
+            segments: cut.segments as u32,
         };
-        let blocks = (2 * context.sm_count()).min((end - first) as u32);
-        let how = Launch { grid: [blocks, 1, 1], block: 1024, shared: TOPK_SHARED };
-        // SAFETY: the kernel takes a `Topk`; scores of the panel's rows lie in the workspace, `selection` is `[T, K]` i32 on this
-        // device, both were checked.
-        unsafe { launch(&function, stream, how, &params) }?;
+        let units = (end - first).saturating_mul(cut.segments);
+        for (function, shared, each) in &kernels {
+            let how =
+                Launch { grid: [units.min(each * sms) as u32, 1, 1], block: TOPK_THREADS, shared: *shared };
+            // SAFETY: the kernel takes a `Topk`; the panel's states, scores and lengths lie in the workspace as it was cut,
+            // `selection` is `[T, K]` i32 on this device, both were checked.
+            unsafe { launch(function, stream, how, &params) }?;
+        }
     }
     Ok(())
 }

@@ -78,6 +78,8 @@ impl Unit {
 
     /// Index scores.
     pub const SCORES: Unit = unit!("scores.cu");
+    /// The same, on Hopper.
+    pub const SCORES_WIDE: Unit = unit!("scores_wide.cu");
     /// The largest of each row's scores.
     pub const TOPK: Unit = unit!("topk.cu");
     /// Index keys as e4m3.
@@ -97,6 +99,7 @@ impl Unit {
         Unit::LATENT_FEW,
         Unit::LATENT_WIDE,
         Unit::SCORES,
+        Unit::SCORES_WIDE,
         Unit::TOPK,
         Unit::QUANTISE,
         Unit::SPARSE,
@@ -119,6 +122,11 @@ impl Unit {
     /// The file's text.
     pub const fn text(&self) -> &'static str {
         self.text
+    }
+
+    /// Whether it uses instructions that only Hopper has, so that it compiles for no other card.
+    pub fn needs_hopper(&self) -> bool {
+        self.headers().iter().any(|&(name, _)| name == "hopper.cuh")
     }
 
     /// The headers of ours that it includes, directly or through another, by name; without the user's snippet.

@@ -167,6 +167,16 @@ fn sparse(runner: &Runner) {
         (F32, of(20, Some(KeyFormat::Fp8))),
         (BF16, of(20, Some(KeyFormat::F16))),
     ] {
+        runner.run(&family, &small(), dtype, 2, AMPERE);
+    }
+    let of = |heads, width, format| Picked { heads, width, topk: 24, format, gap: 0 };
+    for (dtype, family) in [
+        (BF16, of(64, 128, None)),
+        (BF16, of(64, 128, Some(KeyFormat::Fp8))),
+        (F16, of(8, 32, Some(KeyFormat::Fp8))),
+        (F16, of(40, 256, None)),
+        (BF16, Picked { gap: 1, ..of(8, 128, None) }),
+    ] {
         runner.run(&family, &small(), dtype, 2, HOPPER);
     }
     for dtype in [F32, BF16, F16] {

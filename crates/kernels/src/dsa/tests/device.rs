@@ -128,6 +128,25 @@ fn whole_numbers_are_picked_as_on_the_cpu_ties_and_all() {
 }
 
 #[test]
+fn long_rows_are_picked_over_several_blocks_as_on_the_cpu() {
+    let mut batch = Batch::random(23, 2, 8, &[(13_000, 5), (4097, 0), (9000, 16)]).whole();
+    // All equal but for a few: more of the last pick's class than shared memory has room for.
+    for (at, key) in batch.requests[0].keys.iter_mut().enumerate() {
+        *key = if at / 8 % 1000 == 7 { 3.0 } else { 1.0 };
+    }
+    for (request, position) in
+        [(0, 12_999), (1, 4096), (-1, 0), (1, 4095), (2, 8999), (2, 299), (2, 300), (0, 8200), (1, 0)]
+    {
+        batch.row(request, position);
+    }
+    let mut batch = batch.whole();
+    for topk in [300, 4096, 1] {
+        batch.topk = topk;
+        assert_eq!(selected(&batch, 4).0, batch.select(), "{topk}");
+    }
+}
+
+#[test]
 fn nan_and_infinite_keys_are_picked_as_on_the_cpu() {
     let mut batch = ragged(3, 4, 16, 48);
     batch.q_dtype = DType::Bf16;
@@ -140,6 +159,30 @@ fn nan_and_infinite_keys_are_picked_as_on_the_cpu() {
         }
     }
     assert_eq!(selected(&batch, 8).0, batch.select());
+}
+
+/// Queries become f16 beside keys in e4m3.
+#[test]
+fn queries_of_any_size_score_keys_in_e4m3_as_on_the_cpu() {
+    let mut batch = Batch::random(29, 9, 64, &[(150, 3), (70, 0)]);
+    (batch.q_dtype, batch.format, batch.topk) = (DType::Bf16, KeyFormat::Fp8, 16);
+    batch.row(0, 149).row(1, 69).row(0, 64);
+    // Heads from 2^-60 to 2^100, whose weights make them count alike; and one of zeros.
+    for (at, q) in batch.q.iter_mut().enumerate() {
+        let head = at / 64 % 9;
+        *q *= if head == 4 { 0.0 } else { 2f32.powi(20 * head as i32 - 60) };
+    }
+    for (at, weight) in batch.weights.iter_mut().enumerate() {
+        *weight *= 2f32.powi(60 - 20 * (at % 9) as i32);
+    }
+    let (_, scores) = selected(&batch, 3);
+    let (wanted, n) = batch.scores();
+    for (row, wanted) in wanted.chunks(n).enumerate() {
+        for (key, (&got, &wanted)) in scores[row * (n + 1)..].iter().zip(wanted).enumerate() {
+            let close = got == wanted || (got - wanted).abs() <= 1e-4 * (1.0 + wanted.abs());
+            assert!(close, "row {row} key {key}: {got} on the card, {wanted} on the CPU");
+        }
+    }
 }
 
 #[test]
