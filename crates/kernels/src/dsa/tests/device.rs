@@ -161,6 +161,26 @@ fn nan_and_infinite_keys_are_picked_as_on_the_cpu() {
     assert_eq!(selected(&batch, 8).0, batch.select());
 }
 
+#[test]
+fn many_heads_of_wide_keys_score_as_on_the_cpu() {
+    for (heads, width, format) in [
+        (70, 200, KeyFormat::Bf16),
+        (40, 132, KeyFormat::Fp8),
+        (65, 56, KeyFormat::F16),
+        (1, 36, KeyFormat::Bf16),
+    ] {
+        let mut batch = ragged(31, heads, width, 20);
+        batch.format = format;
+        batch.q_dtype = if format == KeyFormat::F16 { DType::F16 } else { DType::Bf16 };
+        let (picks, scores) = selected(&batch, 8);
+        assert_eq!(picks, batch.select(), "{heads} x {width} {format:?}");
+        let (wanted, n) = batch.scores();
+        for (row, wanted) in wanted.chunks(n).enumerate() {
+            assert_eq!(&scores[row * (n + 1)..][..n], wanted, "{heads} x {width} {format:?} row {row}");
+        }
+    }
+}
+
 /// Queries become f16 beside keys in e4m3.
 #[test]
 fn queries_of_any_size_score_keys_in_e4m3_as_on_the_cpu() {
