@@ -125,6 +125,46 @@ pub struct Part {
     pub level: u32,
 }
 
+/// An item of few query vectors over pages, for a device: all that its block needs to know, in one read. Every index that is not
+/// of keys was looked up when it was made.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub(crate) struct Task {
+    /// Absolute positions `lo..hi` of the keys that some query of the item sees; never empty.
+    pub(crate) lo: u32,
+    pub(crate) hi: u32,
+    /// Where the row's page ids start in the list's pages.
+    pub(crate) page_begin: u32,
+    /// Absolute position of slot 0 of the first listed page.
+    pub(crate) kv_offset: u32,
+    /// Key head.
+    pub(crate) head: u32,
+    /// Words of the row's custom mask a query token has; 0 for a row without one.
+    pub(crate) mask_words: u32,
+    /// Keys a leaf.
+    pub(crate) leaf_keys: u32,
+    /// The row's leaves (of its visible keys): the first one.
+    pub(crate) leaf_first: u32,
+    /// One past the last.
+    pub(crate) leaf_end: u32,
+    /// Where the head's tickets start; see `cu/arrive.cuh`.
+    pub(crate) ticket: u32,
+    /// First query token, in the batch.
+    pub(crate) token: u32,
+    /// The same, in the row.
+    pub(crate) q_begin: u32,
+    /// Query tokens.
+    pub(crate) q_count: u32,
+    /// Height of the node of the tree that an item is: up to `1 << level` leaves.
+    pub(crate) level: u32,
+    /// First word of the row's custom mask.
+    pub(crate) mask_begin: u64,
+    /// Where the states of the row's leaves start, of the first key head, in f32 elements from the start of the workspace.
+    pub(crate) state: u64,
+    /// Absolute position of the first query token.
+    pub(crate) first: i64,
+}
+
 /// Where the keys of a row over segments lie: absolute positions `0..prefix_len` in the prefix, the others fresh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
@@ -183,7 +223,7 @@ const _: () = {
     // The CUDA side asserts the same numbers.
     assert!(size_of::<Row>() == 48 && size_of::<Item>() == 40 && size_of::<Member>() == 16);
     assert!(size_of::<Merge>() == 32 && size_of::<Part>() == 16);
-    assert!(size_of::<Segment>() == 16);
+    assert!(size_of::<Segment>() == 16 && size_of::<Task>() == 80);
 };
 
 /// A batch's work. Made by the families' `schedule`, read by executors.
@@ -222,6 +262,12 @@ pub struct WorkList {
     pub(crate) kernels: Kernels,
     /// Of a list cut for a device: items of few query vectors, which come first.
     pub(crate) few: usize,
+    /// Those items for the decode kernel; empty where another kernel takes them.
+    pub(crate) tasks: Vec<Task>,
+    /// Of the merges, the last ones, which the decode kernel does itself as soon as their parts are there.
+    pub(crate) fused: usize,
+    /// Tickets that its blocks take.
+    pub(crate) tickets: usize,
     /// Whether it is made again for batches of the same shape, over which a captured run goes.
     pub(crate) fixed: bool,
     /// What a device has of it.
@@ -267,6 +313,9 @@ impl Default for WorkList {
             target: Target::Threads,
             kernels: Kernels::Auto,
             few: 0,
+            tasks: Vec::new(),
+            fused: 0,
+            tickets: 0,
             fixed: false,
             staged: Default::default(),
         }
@@ -370,6 +419,7 @@ impl WorkList {
             + self.members.capacity() * size_of::<Member>()
             + self.merges.capacity() * size_of::<Merge>()
             + self.parts.capacity() * size_of::<Part>()
+            + self.tasks.capacity() * size_of::<Task>()
             + self.pages.capacity() * size_of::<i32>()
             + self.mask.capacity() * size_of::<u64>()
             + self.segments.rows.capacity() * size_of::<Segment>()

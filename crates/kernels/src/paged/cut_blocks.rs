@@ -3,12 +3,25 @@
 //! An item is one row, one key head, one leaf, and at most a tile of query vectors; a row of one leaf is written by its item,
 //! the others by a merge for each key head. Rows that see nothing have no item at all: a merge without parts writes their 0
 //! and `-inf`. Leaves and families are the row's own, as for threads.
+//!
+//! Items of the decode kernel take an aligned run of leaves, as long as leaves are many: their nodes of the tree are joined in
+//! the block, and changes no bit. Such items have a [`Task`] each.
 
-use crate::work::{DIRECT, Item, Member, Merge, Part, Row, WorkList};
+use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, Task, WorkList};
 
-use super::family::latent_tokens;
+use super::family::{in_halves, latent_tokens};
 use super::schedule::{leaves, visible};
 use super::{Family, Geometry, Stored};
+
+/// Items of the decode kernel that there are to be at least before one takes several leaves: about two for each block that a large
+/// device holds.
+const MANY_ITEMS: u64 = 512;
+
+/// Most leaves of such an item, as a power of two.
+const MOST_LEVEL: u32 = 5;
+
+/// Nodes of a tree that a block joins at once, as a power of two; `cu/arrive.cuh` has the same.
+const FAN: u32 = 4;
 
 /// Query vectors (tokens times heads of a group) of an item of the tile family.
 pub(crate) const TILE_ROWS: usize = 128;
@@ -21,7 +34,11 @@ const CLASSES: usize = 64 * 8;
 pub(super) struct Scratch {
     /// Items as they are before heads are told apart.
     units: Vec<Item>,
+    /// Beside them, in a list with tasks.
+    tasks: Vec<Task>,
     order: Vec<u32>,
+    /// Merges that the decode kernel does itself.
+    fused: Vec<Merge>,
 }
 
 /// Whether a row's items have few query vectors.
@@ -41,9 +58,14 @@ fn class(cost: u64) -> usize {
 pub(super) fn cut(list: &mut WorkList) {
     let mut scratch = std::mem::take(&mut list.scratch.blocks);
     scratch.units.clear();
+    scratch.tasks.clear();
+    scratch.fused.clear();
+    let level = level(list);
     for index in 0..list.rows.len() {
-        row(list, index, &mut scratch.units);
+        row(list, index, level, &mut scratch);
     }
+    list.merges.extend_from_slice(&scratch.fused);
+    list.fused = scratch.fused.len();
     let heads = list.geometry.num_kv_heads;
     // Few query vectors first, then by cost: a counting sort, which is stable.
     let mut ends = [0u32; 2 * CLASSES];
@@ -76,6 +98,18 @@ pub(super) fn cut(list: &mut WorkList) {
         }));
     }
     list.few = few as usize * heads;
+    if level.is_some() {
+        let stages = |task: &Task| tickets(task.leaf_first, task.leaf_end, task.level);
+        for &unit in &scratch.order[..few as usize] {
+            let task = scratch.tasks[unit as usize];
+            let each = stages(&task);
+            list.tasks.extend((0..heads as u32).map(|head| Task {
+                head,
+                ticket: task.ticket + head * each,
+                ..task
+            }));
+        }
+    }
     list.scratch.blocks = scratch;
 }
 
@@ -87,7 +121,38 @@ pub(crate) fn cut_tokens(geometry: &Geometry, stored: Stored) -> usize {
     }
 }
 
-fn row(list: &mut WorkList, index: usize, units: &mut Vec<Item>) {
+/// Leaves, as a power of two, that an item of the decode kernel takes; `None` for a list that it does not take.
+fn level(list: &WorkList) -> Option<u32> {
+    if list.stored != Stored::Heads || !in_halves(&list.geometry) {
+        return None;
+    }
+    let items = |level: u32| -> u64 {
+        let of = |row: &Row| {
+            let (first, end) = leaves(row, visible(&list.variant, row, 0, row.q_len));
+            if first < end { u64::from(((end - 1) >> level) - (first >> level) + 1) } else { 0 }
+        };
+        let nodes: u64 = list.rows.iter().filter(|row| is_few(row)).map(of).sum();
+        nodes * list.geometry.num_kv_heads as u64
+    };
+    Some((1..=MOST_LEVEL).rev().find(|&level| items(level) >= MANY_ITEMS).unwrap_or(0))
+}
+
+/// Tickets of one key head of a row whose visible leaves are `first..end`, with items of `1 << level` leaves: one for each time
+/// that up to `1 << FAN` neighbouring nodes are joined.
+fn tickets(first: u32, end: u32, mut level: u32) -> u32 {
+    let nodes = |level: u32| ((end - 1) >> level) - (first >> level) + 1;
+    if nodes(level) == 1 {
+        return 0;
+    }
+    let mut all = 1;
+    while nodes(level) > 1 << FAN {
+        level += FAN;
+        all += nodes(level);
+    }
+    all
+}
+
+fn row(list: &mut WorkList, index: usize, level: Option<u32>, scratch: &mut Scratch) {
     let row = list.rows[index];
     let group = list.geometry.group();
     let heads = list.geometry.num_kv_heads;
@@ -100,22 +165,30 @@ fn row(list: &mut WorkList, index: usize, units: &mut Vec<Item>) {
         let (first, end) = leaves(&row, (lo, hi));
         let part_begin = list.parts.len() as u32;
         let state = crate::cpu::paged::state_len(lanes, list.geometry.head_dim_vo) * heads;
-        for leaf in first..end {
-            let partial = if end - first == 1 {
+        let base = list.partial_len;
+        if end - first > 1 {
+            list.partial_len += u64::from(end - first) * state as u64;
+        }
+        let level = level.filter(|_| is_few(&row));
+        let height = level.unwrap_or(0);
+        let nodes = if first < end { first >> height..((end - 1) >> height) + 1 } else { 0..0 };
+        let single = nodes.len() == 1;
+        for node in nodes.clone() {
+            let (leaf_begin, leaf_end) = (first.max(node << height), end.min((node + 1) << height));
+            let partial = if single {
                 DIRECT
             } else {
-                let at = list.partial_len;
-                list.partial_len += state as u64;
-                list.parts.push(Part { partial: at, index: leaf, level: 0 });
+                let at = base + u64::from(leaf_begin - first) * state as u64;
+                list.parts.push(Part { partial: at, index: node, level: height });
                 at
             };
-            let begin = u64::from(leaf) * u64::from(row.leaf_keys);
-            let keys = (begin + u64::from(row.leaf_keys)).min(hi.into()) - begin.max(lo.into());
-            let cost = keys * lanes as u64;
+            let begin = u64::from(leaf_begin) * u64::from(row.leaf_keys);
+            let stop = u64::from(leaf_end) * u64::from(row.leaf_keys);
+            let (lo, hi) = (begin.max(lo.into()), stop.min(hi.into()));
+            let cost = (hi - lo) * lanes as u64;
             list.total_cost = list.total_cost.saturating_add(cost.saturating_mul(heads as u64));
             let member_begin = list.members.len() as u32;
             list.members.push(Member { partial, row: index as u32, reserved: 0 });
-            let (leaf_begin, leaf_end) = (leaf, leaf + 1);
             let of = Item {
                 cost,
                 member_begin,
@@ -126,13 +199,38 @@ fn row(list: &mut WorkList, index: usize, units: &mut Vec<Item>) {
                 leaf_end,
                 ..Item::default()
             };
-            units.push(of);
+            scratch.units.push(of);
+            scratch.tasks.push(Task {
+                lo: lo as u32,
+                hi: hi as u32,
+                page_begin: row.page_begin,
+                kv_offset: row.kv_offset,
+                head: 0,
+                mask_words: if row.mask_begin == NO_MASK { 0 } else { row.mask_words },
+                leaf_keys: row.leaf_keys,
+                leaf_first: first,
+                leaf_end: end,
+                ticket: list.tickets as u32,
+                token: row.q_begin + q_begin,
+                q_begin,
+                q_count,
+                level: height,
+                mask_begin: row.mask_begin,
+                state: base,
+                first: i64::from(row.kv_len) - i64::from(row.q_len) + i64::from(q_begin),
+            });
         }
-        if end - first != 1 {
-            let (row, part_count) = (index as u32, end - first);
+        if !single {
+            let (row, part_count) = (index as u32, nodes.len() as u32);
             let of =
                 Merge { row, q_begin, q_count, kv_head_count: 1, part_begin, part_count, ..Merge::default() };
-            list.merges.extend((0..heads as u32).map(|head| Merge { kv_head_begin: head, ..of }));
+            let merges = (0..heads as u32).map(|head| Merge { kv_head_begin: head, ..of });
+            if level.is_some() && part_count > 0 {
+                list.tickets += heads * tickets(first, end, height) as usize;
+                scratch.fused.extend(merges);
+            } else {
+                list.merges.extend(merges);
+            }
         }
         list.max_lanes = list.max_lanes.max(lanes);
         q_begin += q_count;

@@ -32,6 +32,14 @@ pub(crate) fn blocks_leaf(heads: usize) -> u32 {
     128 * (heads as u32).clamp(4, 32)
 }
 
+/// Whether keys and values a head, of such a geometry, are for the decode kernel of devices with matrix units: bf16 or f16 alike,
+/// up to 512 wide.
+pub(crate) fn in_halves(geometry: &Geometry) -> bool {
+    let half = matches!(geometry.kv_dtype, crate::DType::Bf16 | crate::DType::F16);
+    let width = geometry.head_dim_qk.max(geometry.head_dim_vo);
+    half && geometry.q_dtype == geometry.kv_dtype && width <= 512
+}
+
 /// What a slot of a page holds, which decides the families of rows over it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Stored {

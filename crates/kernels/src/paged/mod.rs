@@ -23,6 +23,8 @@ pub(crate) use cut_blocks::cut_tokens;
 pub(crate) use family::Stored;
 #[cfg(any(feature = "cuda", feature = "flex"))]
 pub(crate) use family::blocks_leaf;
+#[cfg(feature = "cuda")]
+pub(crate) use family::in_halves;
 pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
 pub use geometry::{Geometry, MAX_HEAD_DIM};
 pub(crate) use schedule::Scratch;

@@ -174,7 +174,8 @@ impl WorkList {
         self.num_tokens = tokens;
         self.padded = false;
         self.num_pages = 0;
-        self.few = 0;
+        (self.few, self.fused, self.tickets) = (0, 0, 0);
+        self.tasks.clear();
         self.staged.forget();
     }
 

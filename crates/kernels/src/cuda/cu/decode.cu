@@ -1,11 +1,13 @@
 // Few query vectors over pages: keys and values are streamed once for all of a key head's.
 //
 // Four warps share 64-key tiles at absolute positions. Each loads and sums 16 of a tile's keys (ROWS 16; with 32 or 64 rows,
-// two or four warps share 32 or 64 keys and divide the rows) with its own running softmax; at an item's end the four are joined
-// in fixed order. A ring of tiles is kept in flight by cp.async, over the borders of items too, so that it never drains.
+// two or four warps share 32 or 64 keys and divide the rows) with its own running softmax; at a leaf's end the four are joined
+// in fixed order, and leaves along their tree. A ring of tiles is kept in flight by cp.async, over the borders of leaves and items
+// too, so that it never drains. Page ids are asked for a tile before they are needed.
 //
 // Defines: KV_TYPE; WIDTH, the padded head width; VALUES, the padded value columns of a pass; ROWS 16, 32, 64; STAGES of the
 // ring; GENERAL 1 where a soft cap or slopes change scores; RESIDENT blocks an SM.
+#include "arrive.cuh"
 #include "cap.cuh"
 #include "tile.cuh"
 
@@ -16,118 +18,152 @@ constexpr u32 KEYS = 16 * SHARERS;        // keys of a tile that a group takes
 constexpr u32 SLICE = 64;                 // value columns that are joined at a time
 constexpr u32 K_BYTES = 64 * WIDTH * 2, V_BYTES = 64 * VALUES * 2, STAGE = K_BYTES + V_BYTES;
 constexpr u32 Q_BYTES = ROWS * WIDTH * 2, JOIN_BYTES = 4 * 16 * SLICE * 4;
-// Queries lie where the states are joined afterwards.
-constexpr u32 AREA = Q_BYTES > JOIN_BYTES ? Q_BYTES : JOIN_BYTES;
-constexpr bool HELD = WIDTH <= 128;       // queries are held in registers
+constexpr bool HELD = WIDTH <= 128;       // queries are held in registers, and lie where states are joined afterwards
+constexpr u32 JOIN_AT = HELD ? 0 : Q_BYTES;
+constexpr u32 AREA = HELD && Q_BYTES > JOIN_BYTES ? Q_BYTES : JOIN_AT + JOIN_BYTES;
 constexpr u32 STEPS = WIDTH / 16, COLUMNS = VALUES / 8, TILES = KEYS / 8;
+
+// The visible positions of query token `t` of an item.
+DEVICE Reach span_of(const Attend& p, const Task& task, u32 t) {
+    i64 at = task.first + t, lo = task.lo, hi = task.hi;
+    if (p.window_left >= 0) lo = most(lo, at - p.window_left);
+    if (p.flags & CAUSAL) hi = least(hi, at + 1);
+    return lo < hi ? Reach{u32(lo), u32(hi)} : Reach{task.lo, task.lo};
+}
+// Bits of the 64 keys at `base` that the custom mask leaves to query token `t` of an item.
+DEVICE u64 mask_word(const Attend& p, const Task& task, u32 t, u32 base) {
+    u32 word = base / 64;
+    if (word >= task.mask_words) return 0;
+    return masks_of(p.image)[task.mask_begin + u64(task.q_begin + t) * task.mask_words + word];
+}
 
 // What of an item a block is at: some of its query vectors, and some of its value columns.
 struct Job {
-    u32 index, end;  // the item, and one past the launch's last
-    u32 from, column;
-    Item item;
-    Row row;
-    u64 partial;
-    Reach reach;
+    u32 index, from, column;
+    bool masked;
 };
-DEVICE void open(const Attend& p, Job& job) {
-    if (job.index >= job.end) return;
-    job.item = items_of(p.image)[job.index];
-    Member member = members_of(p.image)[job.item.member_begin];
-    job.row = rows_of(p.image)[member.row];
-    job.partial = member.partial;
-    job.reach = reach_of(p, job.row, job.item);
-    job.from = job.column = 0;
-}
-DEVICE void advance(const Attend& p, Job& job) {
-    job.column += VALUES;
-    if (job.column < p.Dv) return;
-    job.column = 0, job.from += ROWS;
-    if (job.from < job.item.q_count * (p.H / p.G)) return;
-    job.index += grid_x();
-    open(p, job);
+// Read where it is needed, rather than held in registers.
+DEVICE const Task& task_of(const Attend& p, u32 index) { return tasks_of(p.image)[index]; }
+// Goes on to the next part of an item; whether there is none.
+DEVICE bool advance(const Attend& p, u32 q_count, u32& from, u32& column) {
+    column += VALUES;
+    if (column < p.Dv) return false;
+    column = 0, from += ROWS;
+    if (from < q_count * (p.H / p.G)) return false;
+    from = 0;
+    return true;
 }
 
-// The side of a block that fetches: which job, which of its tiles is next, and the page of this lane's key in it.
+// The side of a block that fetches: which tile is next, and where this lane's key in it lies (of the warp's 16, key lane % 16).
 struct Fetch {
-    Job job;
-    Keys keys;
-    u32 tile, tile_end;
-    u64 at;  // of this lane's key (lanes 0-15) or value (16-31) in the next tile; 0: not seen
+    u32 index, end, from, column;
+    u32 lo, hi, tile, tile_end;
+    u64 k, v;            // the head's share in page 0
+    u32 at, slot;        // where the list has the page of the key, and its slot there
+    u32 step_pages, step_slots;  // from a tile to the next
+    i32 page;            // its id
+    bool masked, even;   // whether a mask decides; whether pages hold 16 neighbours from a multiple of 16 on
+    bool seen, together; // whether the key is; whether all of the warp's are, and lie in one page
 };
-// Which key of the next tile is this lane's, and where it lies.
+// Asks where this lane's key of the tile lies.
 DEVICE void locate(const Attend& p, Fetch& f) {
     u32 base = f.tile * 64, key = base + 16 * warp() + (lane() & 15);
-    bool seen = key >= f.job.reach.lo && key < f.job.reach.hi;
-    if (f.job.row.mask_begin != NO_MASK) {
+    f.seen = f.together = false;
+    if (f.index >= f.end) return;
+    f.seen = key >= f.lo && key < f.hi;
+    if (f.masked) {
         // A key that the mask hides from every query is not read: its value may be anything.
+        const Task& task = task_of(p, f.index);
         u64 bits = 0;
-        for (u32 t = 0; t < f.job.item.q_count; t++) {
-            u32 token = f.job.item.q_begin + t;
-            Reach span = span_of(p, f.job.row, f.job.reach, token);
-            bits |= mask_word(p, f.job.row, token, base) & range_bits(span.lo, span.hi, base);
+        NO_UNROLL
+        for (u32 t = 0; t < task.q_count; t++) {
+            Reach span = span_of(p, task, t);
+            bits |= mask_word(p, task, t, base) & range_bits(span.lo, span.hi, base);
         }
-        seen = seen && (bits >> (key - base) & 1);
+        f.seen = f.seen && (bits >> (key - base) & 1);
     }
-    f.at = 0;
-    if (seen) {
-        Place2 place = key_at<PAGES>(f.keys, key);
-        f.at = lane() < 16 ? place.k : place.v;
-    }
+    f.together = f.even && warp_all(f.seen);
+    if (f.seen) f.page = pages_of(p.image)[f.at];
+}
+// Begins a part of an item: its first tile.
+DEVICE void begin(const Attend& p, Fetch& f, const Task& task) {
+    const u32 offset_of = task.kv_offset;
+    f.lo = task.lo, f.hi = task.hi, f.masked = task.mask_words != 0;
+    f.even = ((p.S | offset_of) & 15) == 0;
+    f.k = p.k.at + u64(i64(task.head) * p.k.stride[2] * 2);
+    f.v = p.v.at + u64((i64(task.head) * p.v.stride[2] + f.column) * 2);
+    f.tile = f.lo / 64, f.tile_end = (f.hi + 63) / 64;
+    // A tile may begin before the first page does.
+    u32 key = f.tile * 64 + 16 * warp() + (lane() & 15);
+    u32 before = key < offset_of ? (offset_of - key + p.S - 1) / p.S : 0;
+    u32 offset = key + before * p.S - offset_of;
+    f.at = task.page_begin + offset / p.S - before, f.slot = offset % p.S;
+    locate(p, f);
 }
 // Goes to the next tile that there is, if any.
-DEVICE void settle(const Attend& p, Fetch& f, bool opened) {
-    while (f.job.index < f.job.end) {
-        if (opened) {
-            f.keys = keys_of<PAGES>(p, 0, f.job.row, f.job.item.kv_head_begin, 2);
-            f.keys.v += f.job.column * 2;
-            f.tile = f.job.reach.lo / 64, f.tile_end = (f.job.reach.hi + 63) / 64;
-            if (f.job.reach.lo >= f.job.reach.hi) f.tile_end = f.tile;
-        }
-        if (f.tile < f.tile_end) {
-            locate(p, f);
-            return;
-        }
-        advance(p, f.job);
-        opened = true;
+DEVICE void settle(const Attend& p, Fetch& f) {
+    f.tile++;
+    if (f.tile < f.tile_end) {
+        f.at += f.step_pages, f.slot += f.step_slots;
+        if (f.slot >= p.S) f.slot -= p.S, f.at++;
+        locate(p, f);
+        return;
+    }
+    if (advance(p, task_of(p, f.index).q_count, f.from, f.column)) f.index += grid_x();
+    if (f.index >= f.end) return;
+    begin(p, f, task_of(p, f.index));
+    prefetch_l2(&task_of(p, least(f.index + grid_x(), f.end - 1)));
+}
+
+// Starts the copies of 16 rows of a tile of W elements, which lie `stride` bytes apart from `at` on.
+template <u32 W>
+DEVICE void bring_rows(u8* tile, u32 first, u32 l, u64 at, u32 stride, u32 width) {
+    constexpr u32 CHUNKS = W / 8;
+    UNROLL
+    for (u32 i = 0; i < 16 * CHUNKS / 32; i++) {
+        u32 n = i * 32 + l, r = n / CHUNKS, chunk = n % CHUNKS;
+        if (32 % CHUNKS == 0) r = i * (32 / CHUNKS) + l / CHUNKS, chunk = l % CHUNKS;
+        const void* from = reinterpret_cast<const void*>(at + u64(r) * stride + chunk * 16);
+        cp_async_16(chunk_at<W>(tile, first + r, chunk), from, chunk * 8 < width);
     }
 }
-// What lane `of` located.
-DEVICE u64 address_of(const Fetch& f, u32 of) {
-    return u64(shfl_idx(u32(f.at), of)) | u64(shfl_idx(u32(f.at >> 32), of)) << 32;
+// The same of rows that lie anywhere: `at` is row r's in lane r, 0 for a row of zeros.
+template <u32 W>
+DEVICE void bring_lanes(u8* tile, u32 first, u32 l, u64 at, u32 width, bool whole) {
+    constexpr u32 CHUNKS = W / 8;
+    if (whole) {
+        UNROLL
+        for (u32 i = 0; i < 16 * CHUNKS / 32; i++) {
+            u32 n = i * 32 + l, r = n / CHUNKS, chunk = n % CHUNKS;
+            u64 row = u64(shfl_idx(u32(at), r)) | u64(shfl_idx(u32(at >> 32), r)) << 32;
+            bring(chunk_at<W>(tile, first + r, chunk), row, width, chunk);
+        }
+    } else {
+        NO_UNROLL
+        for (u32 n = l; n < 16 * CHUNKS; n += 32) {
+            u32 r = n / CHUNKS, chunk = n % CHUNKS;
+            u64 row = u64(shfl_idx(u32(at), r)) | u64(shfl_idx(u32(at >> 32), r)) << 32;
+            bring_slowly(chunk_at<W>(tile, first + r, chunk), row, width, chunk);
+        }
+    }
 }
 // Starts the copies of this warp's 16 keys and values of the next tile, and closes their group; an empty one past the end.
 DEVICE void fetch(const Attend& p, Fetch& f, u8* stage, bool whole) {
-    if (f.job.index < f.job.end) {
-        constexpr u32 K_CHUNKS = WIDTH / 8, V_CHUNKS = VALUES / 8;
+    if (f.index < f.end) {
         const u32 thread = opaque(thread_x()), l = thread % 32, first = thread / 32 * 16;
-        u32 width = p.Dv - f.job.column;
-        if (whole) {
-            UNROLL
-            for (u32 i = 0; i < 16 * K_CHUNKS / 32; i++) {
-                u32 at = i * 32 + l, r = at / K_CHUNKS, chunk = at % K_CHUNKS;
-                bring(chunk_at<WIDTH>(stage, first + r, chunk), address_of(f, r), p.D, chunk);
-            }
-            UNROLL
-            for (u32 i = 0; i < 16 * V_CHUNKS / 32; i++) {
-                u32 at = i * 32 + l, r = at / V_CHUNKS, chunk = at % V_CHUNKS;
-                bring(chunk_at<VALUES>(stage + K_BYTES, first + r, chunk), address_of(f, 16 + r), width, chunk);
-            }
+        const u32 width = p.Dv - f.column, r = l % 16;
+        const i64 k_slot = p.k.stride[1] * 2, v_slot = p.v.stride[1] * 2;
+        const i64 page = f.page, slot = f.slot;
+        u64 k = f.k + u64(page * p.k.stride[0] * 2 + slot * k_slot);
+        u64 v = f.v + u64(page * p.v.stride[0] * 2 + slot * v_slot);
+        if (whole && f.together && u64(k_slot | v_slot) < 1u << 27) {
+            bring_rows<WIDTH>(stage, first, l, k - r * u32(k_slot), u32(k_slot), p.D);
+            bring_rows<VALUES>(stage + K_BYTES, first, l, v - r * u32(v_slot), u32(v_slot), width);
         } else {
-            NO_UNROLL
-            for (u32 at = l; at < 16 * K_CHUNKS; at += 32) {
-                u32 r = at / K_CHUNKS, chunk = at % K_CHUNKS;
-                bring_slowly(chunk_at<WIDTH>(stage, first + r, chunk), address_of(f, r), p.D, chunk);
-            }
-            NO_UNROLL
-            for (u32 at = l; at < 16 * V_CHUNKS; at += 32) {
-                u32 r = at / V_CHUNKS, chunk = at % V_CHUNKS;
-                bring_slowly(chunk_at<VALUES>(stage + K_BYTES, first + r, chunk), address_of(f, 16 + r), width,
-                             chunk);
-            }
+            bring_lanes<WIDTH>(stage, first, l, f.seen ? k : 0, p.D, whole);
+            bring_lanes<VALUES>(stage + K_BYTES, first, l, f.seen ? v : 0, width, whole);
         }
-        f.tile++;
-        settle(p, f, false);
+        settle(p, f);
     }
     cp_async_commit();
 }
@@ -146,10 +182,19 @@ struct Running {
     float o[COLUMNS][4];
 };
 
+DEVICE Running empty() {
+    Running s;
+    s.m[0] = s.m[1] = LOWEST;
+    s.l[0] = s.l[1] = 0.0f;
+    UNROLL
+    for (u32 n = 0; n < COLUMNS; n++) s.o[n][0] = s.o[n][1] = s.o[n][2] = s.o[n][3] = 0.0f;
+    return s;
+}
+
 // What of a tile the two rows of a lane see, and how their scores become logits.
 struct Lanes {
     Reach span[2];
-    u32 token[2];
+    u32 token[2];  // of the item
     float slope[2];
     u32 whole_lo, whole_hi;  // a tile within is seen whole by every row
 };
@@ -183,25 +228,25 @@ DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float fa
     if (GENERAL) {
         const Cap cap = cap_of(p.soft_cap);
         const float scale = p.scale * LOG2_E;
+        const i64 first_query = task_of(p, job.index).first;
         UNROLL
         for (u32 n = 0; n < TILES; n++) {
             UNROLL
             for (u32 i = 0; i < 4; i++) {
                 float v = x[n][i] * scale;
                 if (p.soft_cap > 0.0f) v = capped(cap, v);
-                i64 at = i64(job.row.kv_len) - i64(job.row.q_len) + i64(lanes.token[i / 2]);
+                i64 at = first_query + i64(lanes.token[i / 2]);
                 float distance = float(i64(base + 8 * n + 2 * t + i % 2) - at);
                 x[n][i] = fused(lanes.slope[i / 2] * LOG2_E, distance, v);
             }
         }
     }
-    bool masked = job.row.mask_begin != NO_MASK;
-    if (masked || base < lanes.whole_lo || base + KEYS > lanes.whole_hi) {
+    if (job.masked || base < lanes.whole_lo || base + KEYS > lanes.whole_hi) {
         u64 bits[2];
         UNROLL
         for (u32 r = 0; r < 2; r++) {
             bits[r] = range_bits(lanes.span[r].lo, lanes.span[r].hi, tile * 64);
-            if (masked) bits[r] &= mask_word(p, job.row, lanes.token[r], tile * 64);
+            if (job.masked) bits[r] &= mask_word(p, task_of(p, job.index), lanes.token[r], tile * 64);
             bits[r] >>= first;
         }
         UNROLL
@@ -258,13 +303,29 @@ DEVICE float* join_at(u8* area, u32 of_warp, u32 row, u32 column) {
     return reinterpret_cast<float*>(area) + (of_warp * 16 + row) * SLICE + (column ^ ((row & 3) << 3));
 }
 
-// Joins the groups' states, in the order of their keys, and hands them on or finishes.
-DEVICE void leave(const Attend& p, const Job& job, u8* area, float* sums, Running& s) {
+// Where the states lie that an item has no registers for, under its key head: nodes that wait for a sibling, and what it hands on.
+DEVICE Output slot_at(const Attend& p, const Output& out, const Task& task, u32 slot) {
+    Output state = out;
+    States states = states_of(p, task);
+    state.state = state_at(states, task.lo / task.leaf_keys + slot);
+    return state;
+}
+DEVICE Node node_at(const Output& state, u32 of, u32 column) {
+    return Node{*state.m(of), *state.l(of), floats_at(state.acc(of) + column)};
+}
+
+// A leaf's end: joins the groups' states, in the order of their keys, then the `joins` nodes that wait on top of the `depth` there
+// are. What comes of it waits too; of the item's last leaf, it is handed on, or finished where it is the row's.
+DEVICE void leave(const Attend& p, const Job& job, u32 depth, u32 joins, bool finished, u8* area, float* sums, Running& s) {
+    const Task& task = task_of(p, job.index);
     u32 g = lane() / 4, t = lane() % 4, sharer = warp() % SHARERS;
-    Output out = output_at(p, job.row, job.item.q_begin, job.item.q_count, job.item.kv_head_begin, job.partial);
+    Output out;
+    out.state = nullptr, out.group = p.H / p.G, out.lanes = task.q_count * out.group, out.width = p.Dv;
+    out.head_begin = task.head * out.group, out.token_begin = task.token;
     float* most_of = sums;              // [4 warps][16]
     float* sum_of = sums + 64;          // [4 warps][16]
-    float* factor_of = sums + 128;      // [64]
+    float* leaf_m = sums + 128;         // [64]
+    float* leaf_l = sums + 192;         // [64]
     UNROLL
     for (u32 r = 0; r < 2; r++) {
         s.m[r] = top_of(s.m[r]);
@@ -292,23 +353,17 @@ DEVICE void leave(const Attend& p, const Job& job, u8* area, float* sums, Runnin
         float l = part[0];
         if (GROUPS == 2) l = part[0] + part[GROUPS - 1];
         if (GROUPS == 4) l = (part[0] + part[GROUPS / 4]) + (part[GROUPS / 2] + part[GROUPS - 1]);
-        u32 row = 16 * sharer + g + 8 * r, of = job.from + row;
-        if (warp() < SHARERS && t == 0 && of < out.lanes) {
-            bool first = job.column == 0;
-            if (out.direct()) {
-                factor_of[row] = finish(p, out, of, m, l, first);
-            } else {
-                factor_of[row] = 1.0f;
-                if (first) *out.m(of) = m, *out.l(of) = l;
-            }
-        }
+        u32 row = 16 * sharer + g + 8 * r;
+        if (warp() < SHARERS && t == 0) leaf_m[row] = m, leaf_l[row] = l;
     }
+    const u32 live = least(out.lanes - job.from, u32(ROWS)), waiting = depth - joins;
     UNROLL
     for (u32 slice = 0; slice < VALUES / SLICE; slice++) {
         UNROLL
-        for (u32 n = 0; n < SLICE / 8; n++) {
+        for (u32 r = 0; r < 2; r++) {
+            if (16 * sharer + g + 8 * r >= live) continue;
             UNROLL
-            for (u32 r = 0; r < 2; r++) {
+            for (u32 n = 0; n < SLICE / 8; n++) {
                 float* at = join_at(area, warp(), g + 8 * r, 8 * n + 2 * t);
                 at[0] = s.o[slice * (SLICE / 8) + n][2 * r] * shrink[r];
                 at[1] = s.o[slice * (SLICE / 8) + n][2 * r + 1] * shrink[r];
@@ -316,92 +371,145 @@ DEVICE void leave(const Attend& p, const Job& job, u8* area, float* sums, Runnin
         }
         block_sync();
         NO_UNROLL
-        for (u32 i = thread_x(); i < ROWS * SLICE / 2; i += THREADS) {
-            u32 row = i / (SLICE / 2), column = i % (SLICE / 2) * 2, of = job.from + row;
+        for (u32 i = thread_x(); i < live * (SLICE / 4); i += THREADS) {
+            u32 row = i / (SLICE / 4), column = i % (SLICE / 4) * 4, of = job.from + row;
             u32 to = job.column + slice * SLICE + column;
-            if (of >= out.lanes || to >= p.Dv) continue;
-            float sum[2];
+            if (to >= p.Dv) continue;
+            Floats part[GROUPS];
             UNROLL
-            for (u32 j = 0; j < 2; j++) {
-                float part[GROUPS];
-                UNROLL
-                for (u32 w = 0; w < GROUPS; w++) {
-                    part[w] = join_at(area, w * SHARERS + row / 16, row % 16, column)[j];
-                }
-                sum[j] = part[0];
-                if (GROUPS == 2) sum[j] = part[0] + part[GROUPS - 1];
-                if (GROUPS == 4) sum[j] = (part[0] + part[GROUPS / 4]) + (part[GROUPS / 2] + part[GROUPS - 1]);
+            for (u32 w = 0; w < GROUPS; w++) {
+                part[w] = floats_at(join_at(area, w * SHARERS + row / 16, row % 16, column));
             }
-            if (out.direct()) {
-                float f = factor_of[row];
-                store_pair(output_row<T>(p, out, of) + to, sum[0] * f + 0.0f, sum[1] * f + 0.0f, to + 1 < p.Dv);
+            Node node{leaf_m[row], leaf_l[row], part[0]};
+            if (GROUPS == 2) node.acc = sum_of_two(part[0], part[GROUPS - 1]);
+            if (GROUPS == 4) {
+                node.acc = sum_of_two(sum_of_two(part[0], part[GROUPS / 4]),
+                                      sum_of_two(part[GROUPS / 2], part[GROUPS - 1]));
+            }
+            NO_UNROLL
+            for (u32 left = depth; left > waiting; left--) {
+                node = joined(node_at(slot_at(p, out, task, left - 1), of, to), node);
+            }
+            if (finished) {
+                float f = finish(p, out, of, node.m, node.l, to == 0);
+                T* at = output_row<T>(p, out, of) + to;
+                store_pair(at, node.acc.x * f + 0.0f, node.acc.y * f + 0.0f, to + 1 < p.Dv);
+                if (to + 2 < p.Dv) store_pair(at + 2, node.acc.z * f + 0.0f, node.acc.w * f + 0.0f, to + 3 < p.Dv);
             } else {
-                out.acc(of)[to] = sum[0];
-                if (to + 1 < p.Dv) out.acc(of)[to + 1] = sum[1];
+                U4 v{float_bits(node.acc.x), float_bits(node.acc.y), float_bits(node.acc.z), float_bits(node.acc.w)};
+                store16(slot_at(p, out, task, waiting).acc(of) + to, v);
             }
         }
         block_sync();
     }
+    if (!finished && thread_x() < live) {
+        // All have read the figures of nodes that waited.
+        u32 of = job.from + thread_x();
+        Node node{leaf_m[thread_x()], leaf_l[thread_x()], Floats{0.0f, 0.0f, 0.0f, 0.0f}};
+        NO_UNROLL
+        for (u32 left = depth; left > waiting; left--) {
+            Output state = slot_at(p, out, task, left - 1);
+            node = joined(Node{*state.m(of), *state.l(of), node.acc}, node);
+        }
+        Output state = slot_at(p, out, task, waiting);
+        *state.m(of) = node.m, *state.l(of) = node.l;
+    }
+}
+
+// Nodes waiting in the item that a leaf of it is joined with: left siblings that hold some of the item's leaves.
+DEVICE u32 joins_of(const Task& task, u32 leaf) {
+    u32 first = task.lo / task.leaf_keys, joins = 0;
+    NO_UNROLL
+    for (u32 k = 0; k < task.level && (leaf >> k) & 1; k++) joins += (leaf >> k) << k > first;
+    return joins;
 }
 
 MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
     SHARED(memory);
     u8* area = memory + STAGES * STAGE;
     float* sums = reinterpret_cast<float*>(area + AREA);
-    bool whole = (p.flags & ALIGNED) && p.D % 8 == 0 && p.Dv % 8 == 0;
-    u32 heads = p.H / p.G;
-    Scale scale = scale_of<GENERAL>(p);
-    float factor = GENERAL ? 1.0f : scale.factor;
-    Span span = items_of(p);
-    Job job;
-    job.index = span.begin + block_x(), job.end = span.end;
-    open(p, job);
+    const bool whole = (p.flags & ALIGNED) && p.D % 8 == 0 && p.Dv % 8 == 0;
+    const u32 heads = p.H / p.G;
+    const Scale scale = scale_of<GENERAL>(p);
+    const float factor = GENERAL ? 1.0f : scale.factor;
     Fetch ahead;
-    ahead.job = job, ahead.tile = ahead.tile_end = 0, ahead.at = 0;
-    settle(p, ahead, true);
-    for (u32 i = 0; i < STAGES; i++) fetch(p, ahead, memory + i * STAGE, whole);
-    u32 slot = 0;
-    while (job.index < job.end) {
-        u32 lanes = job.item.q_count * heads, head = job.item.kv_head_begin;
-        Queries q = queries_of<PAGES>(p, job.row, job.item.q_begin, head, 2);
-        bring_queries<WIDTH, ROWS, THREADS>(p, q, area, job.from, lanes, heads, scale.negate);
-        block_sync();
-        u32 held[HELD ? STEPS : 1][4];
-        if (HELD) {
-            UNROLL
-            for (u32 k = 0; k < STEPS; k++) load_a<WIDTH>(held[HELD ? k : 0], area, 16 * (warp() % SHARERS), k, lane());
-        }
-        Lanes of;
-        UNROLL
-        for (u32 r = 0; r < 2; r++) {
-            u32 lane_of = job.from + 16 * (warp() % SHARERS) + lane() / 4 + 8 * r;
-            u32 within = least(lane_of, lanes - 1);
-            of.token[r] = job.item.q_begin + within / heads;
-            of.slope[r] = GENERAL && p.slopes ? p.slopes[head * heads + within % heads] : 0.0f;
-            of.span[r] = span_of(p, job.row, job.reach, of.token[r]);
-        }
-        Reach first = span_of(p, job.row, job.reach, job.item.q_begin);
-        Reach last = span_of(p, job.row, job.reach, job.item.q_begin + job.item.q_count - 1);
-        of.whole_lo = last.lo, of.whole_hi = least(first.hi, last.hi);
-        Running state;
-        state.m[0] = state.m[1] = LOWEST;
-        state.l[0] = state.l[1] = 0.0f;
-        UNROLL
-        for (u32 n = 0; n < COLUMNS; n++) state.o[n][0] = state.o[n][1] = state.o[n][2] = state.o[n][3] = 0.0f;
-        u32 tile = job.reach.lo / 64, end = job.reach.lo < job.reach.hi ? (job.reach.hi + 63) / 64 : tile;
-        NO_UNROLL
-        for (; tile < end; tile++) {
+    ahead.index = block_x(), ahead.from = ahead.column = 0;
+    // The image has room for a task a block: what is read before it is known whether there is one is of no consequence.
+    ahead.step_pages = 64 / p.S, ahead.step_slots = 64 % p.S, ahead.page = 0;
+    const u32 items = p.image->few;
+    ahead.end = items;
+    begin(p, ahead, task_of(p, block_x()));
+    Job job;
+    job.index = block_x(), job.from = job.column = 0;
+    Lanes of{};
+    Running state = empty();
+    u32 held[HELD ? STEPS : 1][4] = {};
+    u32 slot = 0, tile = 0, tile_end = 0, leaf_end = 0, depth = 0;
+    // A ring's worth of tiles is on its way before the first is waited for.
+    NO_UNROLL
+    for (u32 step = 0;; step++) {
+        if (step >= STAGES) {
+            if (tile == tile_end) {
+                if (job.index >= items) break;
+                const Task& task = task_of(p, job.index);
+                job.masked = task.mask_words != 0;
+                const u32 lanes = task.q_count * heads, head = task.head;
+                Queries q;
+                q.token = p.q.stride[0], q.head = p.q.stride[1];
+                q.at = p.q.at + u64((i64(task.token) * q.token + i64(head * heads) * q.head) * 2);
+                block_sync();
+                bring_queries<WIDTH, ROWS, THREADS>(p, q, area, job.from, lanes, heads, scale.negate);
+                block_sync();
+                if (HELD) {
+                    UNROLL
+                    for (u32 k = 0; k < STEPS; k++) {
+                        load_a<WIDTH>(held[HELD ? k : 0], area, 16 * (warp() % SHARERS), k, lane());
+                    }
+                }
+                UNROLL
+                for (u32 r = 0; r < 2; r++) {
+                    u32 lane_of = job.from + 16 * (warp() % SHARERS) + lane() / 4 + 8 * r;
+                    u32 within = least(lane_of, lanes - 1);
+                    of.token[r] = within / heads;
+                    of.slope[r] = GENERAL && p.slopes ? p.slopes[head * heads + within % heads] : 0.0f;
+                    of.span[r] = span_of(p, task, of.token[r]);
+                }
+                Reach last = span_of(p, task, task.q_count - 1);
+                of.whole_lo = last.lo, of.whole_hi = least(span_of(p, task, 0).hi, last.hi);
+                tile = leaf_end = task.lo / 64, tile_end = (task.hi + 63) / 64, depth = 0;
+            }
+            if (tile == leaf_end) {
+                u32 tiles = task_of(p, job.index).leaf_keys / 64;
+                leaf_end = least(tile_end, (tile / tiles + 1) * tiles);
+            }
             cp_async_wait<STAGES - 1>();
             sharers_sync();
             attend(p, job, of, factor, memory + slot * STAGE, area, held, tile, state);
             sharers_sync();
-            fetch(p, ahead, memory + slot * STAGE, whole);
-            slot = slot + 1 == STAGES ? 0 : slot + 1;
+            tile++;
         }
-        // All warps are done with the queries, where states are joined.
-        block_sync();
-        leave(p, job, area, sums, state);
-        advance(p, job);
+        fetch(p, ahead, memory + slot * STAGE, whole);
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
+        if (step < STAGES || tile != leaf_end) continue;
+        const Task& task = task_of(p, job.index);
+        const bool last = tile == tile_end;
+        const u32 leaf = (tile - 1) * 64 / task.leaf_keys, level = task.level;
+        const bool single = task.leaf_first >> level == (task.leaf_end - 1) >> level;
+        const u32 joins = last ? depth : joins_of(task, leaf);
+        leave(p, job, depth, joins, last && single, area + JOIN_AT, sums, state);
+        state = empty();
+        depth = depth - joins + 1;
+        if (last && advance(p, task.q_count, job.from, job.column)) {
+            // Nothing of the item is kept in registers from here on.
+            UNROLL
+            for (u32 k = 0; k < STEPS; k++) {
+                UNROLL
+                for (u32 i = 0; i < 4 && HELD; i++) held[HELD ? k : 0][i] = 0;
+            }
+            of = Lanes{};
+            if (!single && p.tickets) arrive<T>(p, task, leaf, area + JOIN_AT, sums);
+            job.index += grid_x();
+        }
     }
     cp_async_wait<0>();
 }

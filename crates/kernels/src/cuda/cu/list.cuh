@@ -43,9 +43,27 @@ struct Image {
     // Beside the pages of a list over blocks: u8, not 0 where a mask decides; i32, which block of the sequence each is
     // (0 bytes: the page id itself). `table_at`: what mods read (ModTable).
     u32 flag_at, position_at, table_at;
-    u32 few;  // items of few query vectors (families Decode and Latent), which come first
+    u32 few;    // items of few query vectors (families Decode and Latent), which come first
+    u32 fused;  // of the merges, the last ones, which the decode kernel does where it has tickets
+    u32 reserved[3];
 };
-static_assert(sizeof(Image) == 64, "as in exec/image.rs");
+static_assert(sizeof(Image) == 80, "as in exec/image.rs");
+
+// An item of few query vectors over pages: all that its block needs to know. They lie right behind the header.
+struct alignas(16) Task {
+    u32 lo, hi;                // absolute positions of the keys that some query of the item sees; never empty
+    u32 page_begin, kv_offset;
+    u32 head, mask_words;      // key head; 0: no custom mask
+    u32 leaf_keys;             // keys a leaf
+    u32 leaf_first, leaf_end;  // the row's leaves
+    u32 ticket;                // where the head's tickets start
+    u32 token, q_begin;        // first query token, in the batch and in the row
+    u32 q_count, level;        // query tokens; an item is up to 1 << level leaves, a node of the row's tree
+    u64 mask_begin;
+    u64 state;                 // of the first leaf and key head, in floats from the start of the workspace
+    i64 first;                 // absolute position of the first query token
+};
+static_assert(sizeof(Task) == 80, "as in work.rs");
 
 template <class T>
 DEVICE const T* array_of(const Image* image, u32 at) {
@@ -56,6 +74,7 @@ DEVICE const Item* items_of(const Image* image) { return array_of<Item>(image, i
 DEVICE const Member* members_of(const Image* image) { return array_of<Member>(image, image->member_at); }
 DEVICE const Merge* merges_of(const Image* image) { return array_of<Merge>(image, image->merge_at); }
 DEVICE const Part* parts_of(const Image* image) { return array_of<Part>(image, image->part_at); }
+DEVICE const Task* tasks_of(const Image* image) { return array_of<Task>(image, sizeof(Image)); }
 DEVICE const i32* pages_of(const Image* image) { return array_of<i32>(image, image->page_at); }
 DEVICE const u64* masks_of(const Image* image) { return array_of<u64>(image, image->mask_at); }
 DEVICE const Segment* segments_of(const Image* image) { return array_of<Segment>(image, image->segment_at); }
@@ -101,8 +120,9 @@ struct Attend {
     u32 flags;                 // CAUSAL, PER_HEAD, ..
     u32 walk;                  // which items this launch walks: ALL, FEW, MANY; of merges, the pieces that each is cut into
     u32 reserved;
+    u32* tickets;              // of the decode kernel: zeros, which it leaves as zeros; null where merges are launched behind it
 };
-static_assert(sizeof(View) == 32 && sizeof(Place) == 56 && sizeof(Attend) == 464, "as in exec/params.rs");
+static_assert(sizeof(View) == 32 && sizeof(Place) == 56 && sizeof(Attend) == 472, "as in exec/params.rs");
 constexpr u32 CAUSAL = 1;
 // Over blocks: rows are of one query head each.
 constexpr u32 PER_HEAD = 2;

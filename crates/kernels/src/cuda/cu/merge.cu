@@ -5,7 +5,7 @@
 // value, four a thread; waiting nodes are in shared memory.
 //
 // Defines: Q_TYPE, the output's (0 f32, 1 bf16, 2 f16); LEVELS, most nodes that can wait.
-#include "finish.cuh"
+#include "node.cuh"
 
 #if Q_TYPE == 0
 typedef float Result;
@@ -16,29 +16,6 @@ typedef F16 Result;
 #endif
 
 constexpr u32 WARPS = 4, AHEAD = 4, SLICE = 128;
-
-struct Floats {
-    float x, y, z, w;
-};
-DEVICE Floats floats_at(const float* at) {
-    U4 v = load16(at);
-    return Floats{bits_float(v.x), bits_float(v.y), bits_float(v.z), bits_float(v.w)};
-}
-struct Node {
-    float m, l;
-    Floats acc;
-};
-
-// Joins the state of the keys right of `a`'s. Empty states are identities; one whose sum is NaN is not empty.
-DEVICE Node joined(const Node& a, const Node& b) {
-    if (b.m == -infinity() && b.l == b.l) return a;
-    if (a.m == -infinity() && a.l == a.l) return b;
-    float m = most(a.m, b.m), reference = m == -infinity() ? 0.0f : m;
-    float fa = ex2(a.m - reference), fb = ex2(b.m - reference);
-    return Node{m, a.l * fa + b.l * fb,
-                Floats{a.acc.x * fa + b.acc.x * fb, a.acc.y * fa + b.acc.y * fb, a.acc.z * fa + b.acc.z * fb,
-                       a.acc.w * fa + b.acc.w * fb}};
-}
 
 // Nodes that wait for a sibling, for one warp.
 struct Waiting {
@@ -53,7 +30,8 @@ MSTAR_KERNEL(merge, Attend, 128, LEVELS <= 4 ? 7 : 4) {
     Waiting& waiting = reinterpret_cast<Waiting*>(memory)[warp()];
     const Image* image = p.image;
     const u32 slices = (p.Dv + SLICE - 1) / SLICE, pieces = p.walk;
-    for (u32 at = block_x(); at < image->merges * pieces; at += grid_x()) {
+    const u32 merges = image->merges - (p.tickets ? image->fused : 0);
+    for (u32 at = block_x(); at < merges * pieces; at += grid_x()) {
         const Merge merge = merges_of(image)[at / pieces];
         const Row row = rows_of(image)[merge.row];
         const Output out = output_at(p, row, merge.q_begin, merge.q_count, merge.kv_head_begin, DIRECT);

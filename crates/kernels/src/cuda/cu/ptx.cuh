@@ -166,6 +166,20 @@ DEVICE U4 load16_once(const void* from) {
 }
 // Asks for the 128-byte line around an address to be brought into the second-level cache.
 DEVICE void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// Past the first-level cache, which may hold what lay there before another block wrote.
+DEVICE U4 load16_fresh(const void* from) {
+    U4 r;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "l"(from)
+                 : "memory");
+    return r;
+}
+DEVICE float load_fresh(const float* from) {
+    float r;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(r) : "l"(from) : "memory");
+    return r;
+}
 DEVICE void store16(void* to, U4 v) { *reinterpret_cast<U4*>(to) = v; }
 DEVICE u32 atomic_add(u32* at, u32 v) { return atomicAdd(at, v); }
 DEVICE u32 atomic_max(u32* at, u32 v) { return atomicMax(at, v); }

@@ -415,6 +415,8 @@ DEVICE U4 load16(const void* from) {
 }
 DEVICE U4 load16_once(const void* from) { return load16(from); }
 DEVICE void prefetch_l2(const void*) {}
+DEVICE U4 load16_fresh(const void* from) { return load16(from); }
+DEVICE float load_fresh(const float* from) { return *from; }
 DEVICE void store16(void* to, U4 v) {
     if (reinterpret_cast<size_t>(to) % 16) emulated::fail("store16 to an address that is not 16-byte aligned");
     std::memcpy(to, &v, 16);

@@ -4,10 +4,9 @@
 //! What is chosen here follows from a list's shapes and the device, never from the batch: widths are padded to multiples of 64
 //! by zeros in shared memory, and values wider than 256 are taken in two passes.
 
-use crate::DType;
 use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
-use crate::paged::Stored;
+use crate::paged::{Stored, in_halves};
 use crate::work::WorkList;
 
 use super::Choice;
@@ -30,8 +29,7 @@ const RESERVED: u32 = 1024;
 /// The variant for a list's items of one kind; `None` where the plain kernel is to take them.
 pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Context) -> Option<Choice> {
     let geometry = &work.geometry;
-    let half = matches!(geometry.kv_dtype, DType::Bf16 | DType::F16);
-    if !half || geometry.q_dtype != geometry.kv_dtype || context.arch() < (8, 0) {
+    if !in_halves(geometry) || context.arch() < (8, 0) {
         return None;
     }
     let (width, values) = (geometry.head_dim_qk, geometry.head_dim_vo);
@@ -103,8 +101,10 @@ fn decode(width: usize, values: usize, group: usize, optin: u32) -> Option<Choic
         64
     };
     let shape = Shape::of(width, values, if rows == 64 { MOST_VALUES_OF_64 } else { MOST_VALUES })?;
-    // The queries, later joined states; and what the warps' largest scores, sums and factors take.
-    let fixed = (2 * rows * shape.width).max(16 << 10) + 1024;
+    // The queries, and joined states, in the same place where registers hold the queries; and what the warps' largest scores and
+    // sums take.
+    let (queries, joined) = (2 * rows * shape.width, 16 << 10);
+    let fixed = if shape.width <= 128 { queries.max(joined) } else { queries + joined } + 1024;
     let most = if shape.width.max(shape.values) <= 64 && rows == 16 { 3 } else { 2 };
     let (resident, stages) = (1..=most).rev().find_map(|resident| {
         let stages = share(optin, resident).checked_sub(fixed)? / shape.stage(64);

@@ -5,7 +5,7 @@
 use bytemuck::{Pod, Zeroable, bytes_of, cast_slice};
 
 use crate::paged::{APPEND_LEAF, APPEND_QUERIES, DECODE_LEAF, LATENT_LEAF, Stored, blocks_leaf};
-use crate::work::{Item, Member, Merge, Part, Row, Segment, WorkList};
+use crate::work::{Item, Member, Merge, Part, Row, Segment, Task, WorkList};
 use crate::{Error, Result};
 
 /// What the image starts with; `cu/list.cuh` has the same. Offsets are in bytes from its start, multiples of [`ALIGN`].
@@ -28,6 +28,8 @@ pub(crate) struct Header {
     pub(crate) position_at: u32,
     pub(crate) table_at: u32,
     pub(crate) few: u32,
+    pub(crate) fused: u32,
+    pub(crate) reserved: [u32; 3],
 }
 
 /// A mod's numbers; see `cu/list.cuh`.
@@ -42,7 +44,7 @@ pub(crate) struct ModTable {
     pub(crate) reserved: [u32; 3],
 }
 
-const _: () = assert!(size_of::<Header>() == 64 && size_of::<ModTable>() == 32);
+const _: () = assert!(size_of::<Header>() == 80 && size_of::<ModTable>() == 32);
 
 /// Where arrays start.
 const ALIGN: usize = 16;
@@ -65,6 +67,8 @@ impl Layout {
             at = at.saturating_add(bytes).next_multiple_of(ALIGN);
             start as u32
         };
+        // Tasks come first, so that a block finds its first one without reading the header.
+        place(size_of_val(&work.tasks[..]));
         let header = Header {
             rows: work.rows.len() as u32,
             items: work.items.len() as u32,
@@ -85,12 +89,27 @@ impl Layout {
             },
             table_at: place(tables * size_of::<ModTable>()),
             few: work.few as u32,
+            fused: work.fused as u32,
+            reserved: [0; 3],
         };
         let bytes = at.saturating_add(extra);
         if bytes > u32::MAX as usize {
             return Err(Error::Overflow { shape: vec![bytes] });
         }
         Ok(Layout { header, bytes: at })
+    }
+
+    /// Bytes from the start at which blocks may look for their first task, if `blocks` of them do, whether they have one or not.
+    pub(crate) fn first_tasks(blocks: u32) -> usize {
+        size_of::<Header>() + blocks as usize * size_of::<Task>()
+    }
+
+    /// Tickets that lists of this one's capacity never exceed, as [`Layout::bound`].
+    pub(crate) fn most_tickets(work: &WorkList) -> usize {
+        let leaves =
+            work.pages.capacity() * work.geometry.page_size / DECODE_LEAF as usize + 2 * work.rows.capacity();
+        // At most one for two nodes, and a sixteenth as many for each height above.
+        leaves * work.geometry.num_kv_heads
     }
 
     /// Bytes that lists of this one's capacity never exceed, however often it is made again: what counts is how many rows and page
@@ -111,7 +130,7 @@ impl Layout {
             }
             _ => leaves(DECODE_LEAF.min(LATENT_LEAF)) + cut_tiles * leaves(APPEND_LEAF) + tiles,
         };
-        let each = heads * size_of::<Item>() + size_of::<Member>() + size_of::<Part>();
+        let each = heads * (size_of::<Item>() + size_of::<Task>()) + size_of::<Member>() + size_of::<Part>();
         let merges = (tiles + rows) * heads * size_of::<Merge>();
         let places = if work.stored == Stored::Blocks { size_of::<i32>() + 1 } else { 0 };
         let others = pages * (size_of::<i32>() + places) + size_of_val(&work.mask[..]);
@@ -133,6 +152,7 @@ impl Layout {
         let header = &self.header;
         to[..size_of::<Header>()].copy_from_slice(bytes_of(header));
         let mut put = |at: u32, bytes: &[u8]| to[at as usize..][..bytes.len()].copy_from_slice(bytes);
+        put(size_of::<Header>() as u32, cast_slice(&work.tasks));
         put(header.row_at, cast_slice(&work.rows));
         put(header.item_at, cast_slice(&work.items));
         put(header.member_at, cast_slice(&work.members));

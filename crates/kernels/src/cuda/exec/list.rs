@@ -13,6 +13,7 @@ use crate::{Device, Error, Result, Stream, TensorMut, TensorRef};
 
 use super::image::Layout;
 use super::params::{ALIGNED, Attend, CAUSAL, PER_HEAD, PREFIX_PAGES, Place, View, Walk};
+use super::tickets::Tickets;
 use super::{Choice, heads, latents, merge, mods, plain};
 
 /// What a device has of a work list. A copy of a list has nothing on a device.
@@ -38,6 +39,7 @@ impl StagedList {
         let on = self.0.as_ref().filter(|on| on.current)?;
         let mut hasher = DefaultHasher::new();
         on.image.address().addr().hash(&mut hasher);
+        on.tickets.address().hash(&mut hasher);
         for ready in [&on.few, &on.many, &on.merge] {
             let launch = ready
                 .as_ref()
@@ -63,6 +65,9 @@ struct OnDevice {
     few: Option<Ready>,
     many: Option<Ready>,
     merge: Option<Ready>,
+    /// Blocks of the merge where the decode kernel has done the others.
+    open_blocks: u32,
+    tickets: Tickets,
 }
 
 /// A kernel that is loaded, and how it is launched.
@@ -101,10 +106,14 @@ impl Ready {
     }
 
     fn launch(&self, stream: &Stream, params: &Attend) -> Result<()> {
-        if self.blocks == 0 {
+        self.launch_blocks(stream, params, self.blocks)
+    }
+
+    fn launch_blocks(&self, stream: &Stream, params: &Attend, blocks: u32) -> Result<()> {
+        if blocks == 0 {
             return Ok(());
         }
-        let how = Launch { grid: [self.blocks, 1, 1], block: self.threads, shared: self.shared };
+        let how = Launch { grid: [blocks, 1, 1], block: self.threads, shared: self.shared };
         // SAFETY: the kernel takes an `Attend`, whose addresses `attend` checked: tensors of the list's shapes on this device, an
         // image that is in range because the list is, and a workspace with room for its states.
         unsafe { launch(&self.function, stream, how, &Attend { walk: self.walk, ..*params }) }
@@ -158,6 +167,8 @@ fn stage_with(work: &mut WorkList, stream: &Stream, mods: Option<mods::Staged>) 
             few: None,
             many: None,
             merge: None,
+            open_blocks: 0,
+            tickets: Tickets::default(),
         })),
     };
     if let Some(mods) = mods {
@@ -177,6 +188,13 @@ impl OnDevice {
     fn make(&mut self, work: &WorkList, stream: &Stream) -> Result<()> {
         let device = stream.device();
         self.choose(work, Context::of(device)?, device)?;
+        self.tickets.reserve(device, if work.fixed { Layout::most_tickets(work) } else { work.tickets })?;
+        if !work.fixed {
+            self.tickets.release();
+        }
+        // A block looks for its first task before it knows how many there are.
+        let blocks = self.few.as_ref().map_or(0, |few| few.blocks);
+        self.image.reserve(Layout::first_tasks(blocks))?;
         let layout = Layout::of(work, self.mods.tables.len(), self.mods.bytes())?;
         let words_at = layout.bytes();
         let (mods, bytes) = (&self.mods, words_at + self.mods.bytes());
@@ -219,6 +237,12 @@ impl OnDevice {
             }
         };
         let few = choice(few, Walk::Few)?;
+        if work.tasks.iter().any(|task| task.level > 0)
+            && few.as_ref().is_some_and(|few| few.key.unit.name() != "decode.cu")
+        {
+            let why = "items of several leaves need a device of compute capability 8.0 or later".into();
+            return Err(Error::Unsupported { operation: "attention", device, why });
+        }
         let many = choice(many, Walk::Many)?;
         let merged = merged.then(|| merge::choose(work));
         let keys = [&few, &many, &merged].map(|choice| choice.as_ref().map(|choice| choice.key.clone()));
@@ -244,6 +268,10 @@ impl OnDevice {
                 let blocks = (ready.most_blocks as usize).min(if work.fixed { usize::MAX } else { units });
                 (ready.blocks, ready.walk) = (blocks as u32, walk);
             }
+        }
+        if let Some(merge) = &self.merge {
+            let open = (work.merges.len() - work.fused).saturating_mul(pieces as usize);
+            self.open_blocks = if work.fixed { merge.blocks } else { merge.blocks.min(open as u32) };
         }
         // One kernel for both kinds goes over all at once.
         if let (Some(few), Some(many)) = (&mut self.few, &mut self.many)
@@ -299,10 +327,17 @@ pub(crate) fn attend(
     let mut params = parameters(call, numbers);
     params.image = on.image.address() as u64;
     params.partials = (workspace.as_mut_ptr() as u64).next_multiple_of(64);
-    for ready in [&on.few, &on.many, &on.merge].into_iter().flatten() {
+    if on.few.as_ref().is_some_and(|few| few.key.unit.name() == "decode.cu") {
+        params.tickets = on.tickets.of(params.partials);
+    }
+    for ready in [&on.few, &on.many].into_iter().flatten() {
         ready.launch(stream, &params)?;
     }
-    Ok(())
+    match &on.merge {
+        Some(merge) if params.tickets != 0 => merge.launch_blocks(stream, &params, on.open_blocks),
+        Some(merge) => merge.launch(stream, &params),
+        None => Ok(()),
+    }
 }
 
 fn parameters(call: &Call<'_>, numbers: Numbers<'_>) -> Attend {

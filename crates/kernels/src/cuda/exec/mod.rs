@@ -13,7 +13,7 @@
 //! | `latents` | the kernel of latents on tensor cores |
 //! | `heads` | which tensor-core kernel takes a list over keys and values a head |
 //! | `plain` | the kernel of f32 and of odd shapes |
-//! | `merge` | joining what items left |
+//! | `merge`, `tickets` | joining what items left, by a launch of its own or by the last block to arrive |
 //! | `select`, `sparse` | index scores and their pick; attention over picks |
 //! | `mods` | mods over blocks: which, and their numbers |
 
@@ -31,6 +31,7 @@ mod select;
 mod sparse;
 #[cfg(test)]
 mod tests;
+mod tickets;
 
 pub(crate) use list::stage;
 #[cfg(feature = "flex")]

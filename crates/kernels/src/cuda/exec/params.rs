@@ -105,6 +105,8 @@ pub(crate) struct Attend {
     pub(crate) flags: u32,
     pub(crate) walk: u32,
     pub(crate) reserved: u32,
+    /// Of the decode kernel: zeros, which it leaves as zeros; 0 where merges are launched behind it.
+    pub(crate) tickets: u64,
 }
 
 /// [`Attend::flags`].
@@ -118,7 +120,7 @@ pub(crate) const ALIGNED: u32 = 8;
 
 const _: () = {
     // `cu/list.cuh` asserts the same numbers.
-    assert!(size_of::<View>() == 32 && size_of::<Place>() == 56 && size_of::<Attend>() == 464);
+    assert!(size_of::<View>() == 32 && size_of::<Place>() == 56 && size_of::<Attend>() == 472);
 };
 
 /// Which items a launch walks.
