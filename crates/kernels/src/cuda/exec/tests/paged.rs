@@ -211,6 +211,45 @@ fn a_row_has_the_same_bits_alone_and_in_company() {
     }
 }
 
+/// Alone, a row's leaves are an item each, joined by the last to arrive in two stages; in company an item has several; and a
+/// workspace that comes too late for tickets has its merges launched. Windows begin in the middle of a run of leaves.
+#[test]
+fn leaves_joined_in_a_block_by_the_last_to_arrive_and_by_a_launch_give_the_same_bits() {
+    let Some(owned) = stream() else { return };
+    let stream = owned.stream();
+    let geometry = geometry(1);
+    let company = Batch { rows: (0..30).map(|row| (1, 9000 - 3 * row, 7 * row)).collect() };
+    let alone = Batch { rows: company.rows[..1].to_vec() };
+    let options = PlanOptions { device: DEVICE, ..PlanOptions::default() };
+    for variant in [Variant::causal(D), Variant { window_left: Some(8700), ..Variant::causal(D) }] {
+        let plan_of = |batch: &Batch| {
+            let mut plan =
+                Plan::<Heads>::new(&geometry, &variant, &batch.arrays().table(), &options).unwrap();
+            plan.stage(&stream).unwrap();
+            plan
+        };
+        let levels = |plan: &Plan<Heads>| plan.work().tasks.iter().map(|task| task.level).max();
+        let plan = plan_of(&alone);
+        assert_eq!((levels(&plan), plan.work().items().len() > 32), (Some(0), true), "two stages");
+        let mut bench = Bench::new(&stream, 1, G);
+        bench.run(&stream, plan.work()).unwrap();
+        let bits = bench.bits(&stream);
+        bench.run(&stream, plan.work()).unwrap();
+        assert!(bits == bench.bits(&stream), "tickets are as they were");
+        let others: Vec<Bench> = (0..8).map(|_| Bench::new(&stream, 1, G)).collect();
+        for mut other in others {
+            other.run(&stream, plan.work()).unwrap();
+            assert!(bits == other.bits(&stream), "a launch of merges");
+        }
+        let plan = plan_of(&company);
+        assert_eq!(levels(&plan), Some(1));
+        let mut bench = Bench::new(&stream, 30, G);
+        bench.run(&stream, plan.work()).unwrap();
+        let all = bench.bits(&stream);
+        assert!(bits.0 == all.0[..G * D] && bits.1 == all.1[..G], "{variant:?}");
+    }
+}
+
 #[test]
 fn a_captured_run_goes_over_whatever_list_was_staged_last() {
     let Some(owned) = stream() else { return };
