@@ -51,10 +51,16 @@ impl Place {
 
     /// What the host made.
     pub(super) fn moved(&self, host: Buffer) -> anyhow::Result<Buffer> {
-        if self.is_cpu() {
+        let len = host.len();
+        self.tiled(host, len)
+    }
+
+    /// `len` bytes, those that the host made over and over.
+    pub(super) fn tiled(&self, host: Buffer, len: usize) -> anyhow::Result<Buffer> {
+        if self.is_cpu() && len == host.len() {
             return Ok(host);
         }
-        self.repeated(&host, DType::U8, host.len())
+        self.repeated(&host, DType::U8, len)
     }
 
     /// `len` elements, those of `host` over and over.

@@ -6,13 +6,15 @@ use mstar_kernels::dsa::{
 };
 use mstar_kernels::{Buffer, DType, Device};
 
-use super::{Case, Cost, Made, Place};
+use super::{Case, Cost, Made, Place, longer, odd, strewn};
 
 /// DeepSeek-V3.2's indexer.
 const HEADS: usize = 64;
 const WIDTH: usize = 128;
 const TOPK: usize = 2048;
 const PAGE_SIZE: usize = 64;
+/// Keys that are quantised for a pool on a device.
+const STRETCH: usize = 1 << 17;
 
 /// Equal requests of `q_len` rows each, the last at the last of `keys` keys.
 #[derive(Clone, Copy)]
@@ -42,19 +44,21 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
     cases
 }
 
-/// Those of a device.
+/// Those of a device. What picking takes is what a `select` takes beyond its `index`.
 pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
-    let (requests, keys) = if quick { (2, 256) } else { (64, 32768) };
-    let base = Rows { requests, q_len: 1, keys, format: KeyFormat::Bf16 };
-    let fp8 = Rows { format: KeyFormat::Fp8, ..base };
-    let one = Rows { requests: 1, keys: if quick { 256 } else { 65536 }, ..base };
-    vec![
-        indexer("index", base),
-        indexer("index", fp8),
-        indexer("select", base),
-        indexer("select", fp8),
-        indexer("select", one),
-    ]
+    let (few, short) = if quick { (2, 128) } else { (usize::MAX, 1) };
+    let mut cases = Vec::new();
+    for kernel in ["index", "select"] {
+        for format in [KeyFormat::Bf16, KeyFormat::Fp8] {
+            for (requests, keys) in [(64, 32768), (64, 8192), (16, 32768), (1, 65536)] {
+                let row = Rows { requests: requests.min(few), q_len: 1, keys: keys / short, format };
+                let near =
+                    [Rows { keys: longer(row.keys), ..row }, Rows { requests: odd(row.requests), ..row }];
+                cases.extend(indexer(kernel, row).with_neighbours(near.map(|row| indexer(kernel, row))));
+            }
+        }
+    }
+    cases
 }
 
 impl Rows {
@@ -86,30 +90,30 @@ impl Rows {
     }
 }
 
-fn stored_keys(place: &Place, rows: Rows) -> anyhow::Result<Buffer> {
-    let (tokens, format) = (rows.requests * rows.keys, rows.format);
+fn stored_keys(place: &Place, tokens: usize, format: KeyFormat) -> anyhow::Result<Buffer> {
     if format != KeyFormat::Fp8 {
         return place.filled(format.dtype(), tokens * WIDTH);
     }
+    // A pool is made of one stretch over and over: quantising on the host takes its time.
+    let some = if place.is_cpu() { tokens } else { tokens.min(STRETCH) };
     let host = Place::on(Device::Cpu)?;
-    let plain = host.filled(DType::F32, tokens * WIDTH)?;
-    let shape = [tokens, format.width(WIDTH)];
+    let plain = host.filled(DType::F32, some * WIDTH)?;
+    let shape = [some, format.width(WIDTH)];
     let mut stored = host.room(DType::U8, &shape)?;
-    quantise_keys(plain.tensor(0, DType::F32, &[tokens, WIDTH])?, stored.tensor_mut(0, DType::U8, &shape)?)?;
-    place.moved(stored)
+    quantise_keys(plain.tensor(0, DType::F32, &[some, WIDTH])?, stored.tensor_mut(0, DType::U8, &shape)?)?;
+    place.tiled(stored, tokens * format.width(WIDTH))
 }
 
 fn indexer(kernel: &'static str, rows: Rows) -> Case {
     let make = move |place: &Place| -> anyhow::Result<Made> {
         let stream = place.stream();
         let (t, keys, format, q_dtype) = (rows.rows(), rows.keys, rows.format, rows.q_dtype());
-        let per_request = keys / PAGE_SIZE;
+        let per_request = keys.div_ceil(PAGE_SIZE);
         let pages = rows.requests * per_request;
         let q = place.filled(q_dtype, t * HEADS * WIDTH)?;
         let weights = place.filled(DType::F32, t * HEADS)?;
-        let pool = stored_keys(place, rows)?;
-        // Neighbours in a request lie far apart in the pool; an odd step visits each of a power of two.
-        let kv_indices: Vec<i32> = (0..pages).map(|i| (i * ((pages / 2 + 1) | 1) % pages) as i32).collect();
+        let pool = stored_keys(place, pages * PAGE_SIZE, format)?;
+        let kv_indices: Vec<i32> = (0..pages).map(strewn(pages)).collect();
         let kv_indptr: Vec<i32> = (0..=rows.requests).map(|r| (r * per_request) as i32).collect();
         let row_request: Vec<i32> = (0..t).map(|row| (row / rows.q_len) as i32).collect();
         let positions: Vec<i32> = (0..t).map(|row| (keys - rows.q_len + row % rows.q_len) as i32).collect();

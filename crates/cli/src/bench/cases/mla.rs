@@ -9,7 +9,7 @@ use mstar_kernels::paged::{PageTable, ScheduleOptions, Target};
 use mstar_kernels::work::WorkList;
 use mstar_kernels::{Buffer, DType, TensorRef};
 
-use super::{Case, Cost, Made, Place};
+use super::{Case, Cost, Made, Place, longer, odd, strewn};
 
 /// DeepSeek-V3's latents.
 const C: usize = 512;
@@ -50,17 +50,37 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
 /// Those of a device.
 pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
     let short = |tokens: usize| if quick { tokens / 128 } else { tokens };
-    let rows = if quick { 2 } else { 64 };
-    let base = Rows { rows, q_len: 1, kv_len: short(16384), heads: 16, dtype: DType::Bf16, picks: 0 };
-    #[cfg_attr(not(feature = "dsa"), allow(unused_mut))]
-    let mut cases = vec![latent(base), latent(Rows { kv_len: short(4096), ..base })];
-    cases.push(latent(Rows { rows: 1, kv_len: short(8192), ..base }));
-    cases.extend([64, 128].map(|heads| latent(Rows { heads, ..base })));
-    cases.push(latent(Rows { heads: 128, q_len: 2, ..base }));
+    let few = |rows: usize| if quick { rows.min(2) } else { rows };
+    let base = Rows { rows: 1, q_len: 1, kv_len: 1, heads: 16, dtype: DType::Bf16, picks: 0 };
+    let mut cases = Vec::new();
+    let batches = [
+        (16, 1, &[(64, 16384), (1, 8192), (16, 4096), (64, 4096), (128, 4096)][..]),
+        (64, 1, &[(64, 16384), (64, 4096), (128, 4096)]),
+        (128, 1, &[(64, 16384), (16, 4096), (64, 4096), (128, 4096)]),
+        (128, 2, &[(64, 16384), (64, 4096), (128, 4096)]),
+    ];
+    for (heads, q_len, lengths) in batches {
+        for &(rows, kv_len) in lengths {
+            let row = Rows { rows: few(rows), q_len, kv_len: short(kv_len), heads, ..base };
+            let near = [Rows { kv_len: longer(row.kv_len), ..row }, Rows { rows: odd(row.rows), ..row }];
+            cases.extend(latent(row).with_neighbours(near.map(latent)));
+        }
+    }
     #[cfg(feature = "dsa")]
-    for heads in [64, 128] {
-        let heads = if quick { 16 } else { heads };
-        cases.push(picked(Rows { kv_len: short(32768), picks: short(2048), heads, ..base }));
+    for heads in [16, 64, 128] {
+        // Requests of a row each, and many rows of one request.
+        for (rows, q_len) in [(1, 1), (64, 1), (1, 1024), (1, 4096)] {
+            let (kv_len, picks) = (short(32768), short(2048));
+            let q_len = if quick { q_len.min(4) } else { q_len };
+            let row = Rows { rows: few(rows), q_len, kv_len, heads, picks, ..base };
+            let odd = if q_len > 1 {
+                Rows { q_len: odd(row.q_len), ..row }
+            } else {
+                Rows { rows: odd(row.rows), ..row }
+            };
+            let near = [Rows { kv_len: longer(row.kv_len), ..row }, odd];
+            cases.extend(picked(row).with_neighbours(near.map(picked)));
+        }
     }
     cases
 }
@@ -86,30 +106,32 @@ impl Rows {
         match (picks, q_len) {
             (0, 1) => format!("{rows} x {kv_len}, {heads} heads, {dtype}"),
             (0, q_len) => format!("{rows} x {q_len} of {kv_len}, {heads} heads, {dtype}"),
-            (picks, _) => format!("{rows} x {picks} of {kv_len}, {heads} h"),
+            (picks, 1) => format!("{rows} x {picks} of {kv_len}, {heads} h"),
+            (picks, q_len) => format!("{q_len}q x {picks} of {kv_len}, {heads} h"),
         }
     }
 
-    /// Every latent that is attended once, queries and outputs once; unmasked pairs.
+    /// Every latent that is attended once, however many rows pick it; queries and outputs once; unmasked pairs.
     fn cost(&self) -> Cost {
-        let keys = if self.picks > 0 { self.picks } else { self.kv_len };
-        let latents = self.rows * keys * (C + E);
+        let (each, read) = match self.picks {
+            0 => ((2 * self.kv_len + 1 - self.q_len) as f64 / 2.0, self.kv_len),
+            picks => (picks as f64, self.kv_len.min(picks * self.q_len)),
+        };
+        let latents = self.rows * read * (C + E);
         let qo = self.tokens() * self.heads * (C + E + C);
-        let pairs = self.tokens() as f64 * (2 * keys + 1 - self.q_len) as f64 / 2.0;
         let bytes = ((latents + qo) * self.dtype.size()) as f64;
-        Cost { bytes, flops: 2.0 * (self.heads * (C + E + C)) as f64 * pairs }
+        Cost { bytes, flops: 2.0 * (self.heads * (C + E + C)) as f64 * each * self.tokens() as f64 }
     }
 
     fn pages_per_row(&self) -> usize {
         self.kv_len.div_ceil(PAGE_SIZE)
     }
 
-    /// Where each row's pages start, and the pages: neighbours lie far apart in the pool, and an odd step visits each
-    /// of a power of two.
+    /// Where each row's pages start, and the pages.
     fn pages(&self) -> (Vec<i32>, Vec<i32>) {
         let (each, pages) = (self.pages_per_row(), self.rows * self.pages_per_row());
         let indptr = (0..=self.rows).map(|row| (row * each) as i32).collect();
-        (indptr, (0..pages).map(|i| (i * ((pages / 2 + 1) | 1) % pages) as i32).collect())
+        (indptr, (0..pages).map(strewn(pages)).collect())
     }
 }
 
@@ -267,6 +289,9 @@ mod tests {
         assert_eq!(rows.cost().flops, (2 * 2 * 100 * 3 * (576 + 512)) as f64);
         let picks = Rows { picks: 10, ..rows };
         assert_eq!(picks.cost().flops, rows.cost().flops / 10.0);
+        // Rows of one request cannot read more than it has.
+        let many = Rows { rows: 1, q_len: 11, ..picks };
+        assert_eq!(many.cost().bytes, (2 * (100 * 576 + 11 * 3 * (576 + 512))) as f64);
         let square = Rows { rows: 1, q_len: 4, kv_len: 4, ..rows };
         assert_eq!(square.cost().flops, (2 * 10 * 3 * (576 + 512)) as f64);
     }

@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use mstar_attn_paged::{Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Variant, Workspace, run};
-use mstar_kernels::{Buffer, DType, TensorRef};
+use mstar_kernels::{Buffer, DType, Device, TensorRef};
 use rayon::prelude::*;
 
 use super::super::limits::fold;
@@ -69,8 +69,9 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
         cases.push(attention("cascade", Rows { rows: 16, kv_len: shared + 64, shared, cascade, ..base }));
     }
     for (rows, kv_len) in [(64, 8192), (1, 65536)] {
-        cases.push(plan(Rows { rows, kv_len, ..base }));
+        cases.push(plan(Rows { rows, kv_len, ..base }, Change::LastPage));
     }
+    cases.extend(device_plans(base));
     cases
 }
 
@@ -214,6 +215,7 @@ pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
     }
     let n = short(8192);
     cases.push(attention("prefill", Rows { rows: 1, q_len: n, kv_len: n, ..base }));
+    cases.extend(device_plans(base));
     cases
 }
 
@@ -296,20 +298,62 @@ fn plain_reads(k: &Arc<Buffer>, v: &Arc<Buffer>, tables: &Tables) -> PlainReads 
     PlainReads { bytes, in_order: Box::new(in_order), in_page_order: Box::new(in_page_order) }
 }
 
-/// Planning a batch that changed; nothing bounds it but the host.
-fn plan(rows: Rows) -> Case {
-    let make = move |_: &Place| -> anyhow::Result<Made> {
-        let mut tables = rows.tables();
-        let (geometry, variant, options) = (rows.geometry(), Variant::causal(D), rows.options());
-        let mut plan = Plan::new(&geometry, &variant, &tables.view(), &options)?;
+/// How a batch differs from the one that was planned before it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Change {
+    /// One row has one more token, or one less.
+    LastPage,
+    /// Every row has other keys, in another number of leaves.
+    All,
+    /// Every row has one more token, which takes a page now and then.
+    Token,
+}
+
+/// Planning, and staging where a device runs it; nothing bounds it but the host, whose clock it is timed by.
+fn plan(rows: Rows, change: Change) -> Case {
+    let make = move |place: &Place| -> anyhow::Result<Made> {
+        let stream = place.stream();
+        // Cut for a card also where there is none.
+        let device = match (change, place.device()) {
+            (Change::All | Change::Token, Device::Cpu) => Device::Cuda(0),
+            (_, device) => device,
+        };
+        let (geometry, variant) = (rows.geometry(), Variant::causal(D));
+        let options = PlanOptions { device, ..rows.options() };
+        let shorter = match change {
+            Change::LastPage => rows.kv_len,
+            Change::All => rows.kv_len - rows.kv_len / 8,
+            Change::Token => rows.kv_len - S,
+        };
+        let mut tables = [Rows { kv_len: shorter, ..rows }.tables(), rows.tables()];
+        tables[0].pages = tables[1].pages;
+        let mut plan = Plan::new(&geometry, &variant, &tables[0].view(), &options)?;
+        let mut turn = 0;
         Ok(Made::alone(move || {
-            // One more token, or one less: never the plan that is already there.
-            tables.kv_last_page_len[0] = if tables.kv_last_page_len[0] == S as i32 { 1 } else { S as i32 };
-            plan.replan(&geometry, &variant, &tables.view(), &options)?;
+            turn += 1;
+            // Half of the steps that take a token stand before a border of pages.
+            let (which, last) = match change {
+                Change::LastPage => (0, if turn % 2 == 0 { S } else { 1 }),
+                Change::All => (turn % 2, S),
+                Change::Token => (turn % S / (S / 2), (turn % S + S / 2) % S + 1),
+            };
+            let table = &mut tables[which];
+            match change {
+                Change::LastPage => table.kv_last_page_len[0] = last as i32,
+                _ => table.kv_last_page_len.fill(last as i32),
+            }
+            plan.replan(&geometry, &variant, &table.view(), &options)?;
+            if stream.device() != Device::Cpu {
+                plan.stage(&stream)?;
+            }
             Ok(())
         }))
     };
-    let shape = format!("{} x {}, page {S}", rows.rows, rows.kv_len);
+    let shape = match change {
+        Change::LastPage => format!("{} x {}, page {S}", rows.rows, rows.kv_len),
+        Change::All => format!("{} x {}, page {S}, all new", rows.rows, rows.kv_len),
+        Change::Token => format!("{} x {}, page {S}, +1 token", rows.rows, rows.kv_len),
+    };
     Case {
         kernel: "plan",
         shape,
@@ -318,6 +362,12 @@ fn plan(rows: Rows) -> Case {
         beside: None,
         make: Box::new(make),
     }
+}
+
+/// Plans for a device.
+fn device_plans(base: Rows) -> impl Iterator<Item = Case> {
+    let lengths = [(64, 8192, Change::All), (64, 8192, Change::Token), (64, 65536, Change::Token)];
+    lengths.into_iter().map(move |(rows, kv_len, change)| plan(Rows { rows, kv_len, ..base }, change))
 }
 
 #[cfg(test)]
