@@ -5,6 +5,9 @@ mod bits;
 #[cfg(all(feature = "dense", feature = "paged"))]
 #[path = "run/dense.rs"]
 mod dense;
+#[cfg(all(feature = "paged", feature = "mla", feature = "dsa"))]
+#[path = "run/fp8.rs"]
+mod fp8;
 #[cfg(all(feature = "paged", feature = "mla", feature = "dense", feature = "flex", feature = "dsa"))]
 #[path = "run/graphs.rs"]
 mod graphs;

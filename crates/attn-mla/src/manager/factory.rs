@@ -6,8 +6,8 @@ use mstar_core::attend::{AttnGeometry, BackendFactory, BackendOptions, BuildCont
 use mstar_core::kv::KvLayout;
 use mstar_core::spec::{Faults, Fields, Node, Section};
 use mstar_core::{Attention, Result};
-use mstar_kernels::Device;
 use mstar_kernels::mla::MAX_LATENT_DIM;
+use mstar_kernels::{DType, Device, fp8};
 
 use super::MlaAttention;
 
@@ -90,10 +90,18 @@ impl BackendFactory for MlaFactory {
         if c == 0 || c.saturating_add(e) > MAX_LATENT_DIM {
             return Err(format!("latents are 1 to {MAX_LATENT_DIM} wide, not {c} + {e}").into());
         }
-        for dtype in [geometry.dtype, geometry.kv_dtype] {
-            if !dtype.is_float() {
-                return Err(format!("attends f32, bf16 and f16, not {dtype}").into());
+        if !geometry.dtype.is_float() {
+            return Err(format!("attends with queries of f32, bf16 and f16, not {}", geometry.dtype).into());
+        }
+        match geometry.kv_dtype {
+            DType::E4m3 if device != Device::Cpu => {
+                return Err(format!("attends fp8_e4m3 on the CPU, and f32, bf16 and f16 on {device}").into());
             }
+            DType::E4m3 => {
+                fp8::check_latent(c, e).map_err(|why| why.to_string())?;
+            }
+            dtype if dtype.is_float() => {}
+            dtype => return Err(format!("attends f32, bf16, f16 and fp8_e4m3, not {dtype}").into()),
         }
         Ok(if mla_supports(c, e) { Rank::FAST } else { Rank::PORTABLE })
     }
@@ -104,7 +112,6 @@ mod tests {
     use mstar_core::kv::KvConfig;
 
     use super::*;
-    use crate::DType;
 
     fn read(pairs: &[(&str, &str)]) -> Result<String, String> {
         let faults = Faults::new();

@@ -118,10 +118,11 @@ impl Planner for MlaPlanner {
         let (geometry, seen) = (&self.geometry, rows.pairs(None));
         let (heads, latent) = (geometry.num_qo_heads as u64, geometry.latent_dim() as u64);
         let value = geometry.kv_lora_rank as u64;
-        let (q_size, kv_size) = (geometry.q_dtype.size() as u64, geometry.kv_dtype.size() as u64);
+        let q_size = geometry.q_dtype.size() as u64;
+        let (slot, dtype) = geometry.slot();
         Work {
             tokens: seen.tokens,
-            bytes_read: seen.keys * latent * kv_size + seen.tokens * heads * latent * q_size,
+            bytes_read: seen.keys * (slot * dtype.size()) as u64 + seen.tokens * heads * latent * q_size,
             bytes_written: seen.tokens * heads * value * q_size,
             flops: 2 * seen.pairs * heads * (latent + value),
         }

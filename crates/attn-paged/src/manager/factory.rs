@@ -6,7 +6,7 @@ use mstar_core::attend::{AttnGeometry, BackendFactory, BackendOptions, BuildCont
 use mstar_core::kv::KvLayout;
 use mstar_core::spec::{Faults, Fields, Node, Section};
 use mstar_core::{Attention, Result};
-use mstar_kernels::Device;
+use mstar_kernels::{DType, Device};
 
 use super::PagedAttention;
 use crate::MAX_HEAD_DIM;
@@ -79,10 +79,15 @@ pub(crate) fn supports(device: Device, geometry: &AttnGeometry) -> Result<Rank, 
     if !(1..=MAX_HEAD_DIM).contains(&head_dim) {
         return Err(format!("heads are 1 to {MAX_HEAD_DIM} wide, not {head_dim}").into());
     }
-    for dtype in [geometry.dtype, geometry.kv_dtype] {
-        if !dtype.is_float() {
-            return Err(format!("attends f32, bf16 and f16, not {dtype}").into());
+    if !geometry.dtype.is_float() {
+        return Err(format!("attends with queries of f32, bf16 and f16, not {}", geometry.dtype).into());
+    }
+    match geometry.kv_dtype {
+        DType::E4m3 if device != Device::Cpu => {
+            return Err(format!("attends fp8_e4m3 on the CPU, and f32, bf16 and f16 on {device}").into());
         }
+        dtype if dtype == DType::E4m3 || dtype.is_float() => {}
+        dtype => return Err(format!("attends f32, bf16, f16 and fp8_e4m3, not {dtype}").into()),
     }
     Ok(if head_dim >= 32 && head_dim.is_multiple_of(16) { Rank::FAST } else { Rank::PORTABLE })
 }

@@ -13,7 +13,7 @@ use mstar_kernels::{Buffer, DType, Device, copy};
 use super::workspace_bound;
 use crate::{
     Capacity, Family, Geometry, Inputs, Mask, MaskEntries, Outputs, PageTable, Plan, PlanOptions, Planned,
-    Schedule, Stream, TensorRef, Variant, run,
+    Schedule, Stream, TensorRef, Variant, run, run_scaled_in,
 };
 
 /// Makes plans of one layer's shapes and arithmetic, which follow from what a resource is built with.
@@ -139,9 +139,10 @@ impl Planner for PagedPlanner {
         let widths = (geometry.head_dim_qk + geometry.head_dim_vo) as u64;
         let (q_size, kv_size) = (geometry.q_dtype.size() as u64, geometry.kv_dtype.size() as u64);
         let (q_bytes, o_bytes) = (geometry.head_dim_qk as u64 * q_size, geometry.head_dim_vo as u64 * q_size);
+        let scales = if geometry.kv_dtype == DType::E4m3 { 2 * size_of::<f32>() as u64 } else { 0 };
         Work {
             tokens: seen.tokens,
-            bytes_read: seen.keys * kv * widths * kv_size + seen.tokens * qo * q_bytes,
+            bytes_read: seen.keys * kv * (widths * kv_size + scales) + seen.tokens * qo * q_bytes,
             bytes_written: seen.tokens * qo * o_bytes,
             flops: 2 * seen.pairs * qo * widths,
         }
@@ -172,8 +173,10 @@ pub(crate) fn run_layer(
     let Query::Heads(q) = q else {
         return refuse("takes queries a head, not absorbed ones; for latents name backend: mla".into());
     };
-    let LayerView::Nhd { k, v } = kv.layer(forward.layer())? else {
-        return refuse(format!("the layers of {} are not keys and values a head", kv.name()));
+    let (k, v, scales) = match kv.layer(forward.layer())? {
+        LayerView::Nhd { k, v } => (k, v, None),
+        LayerView::Fp8 { k, v, scales } => (k, v, Some(scales)),
+        _ => return refuse(format!("the layers of {} are not keys and values a head", kv.name())),
     };
     let PagedPlanner { geometry, sinks, slopes, .. } = plans.planner();
     let heads = geometry.num_qo_heads;
@@ -183,7 +186,11 @@ pub(crate) fn run_layer(
     let inputs = Inputs { q, k, v, sinks, alibi_slopes: slopes };
     let outputs = Outputs { o: out.o, lse: out.lse };
     let mut workspace = stored.workspace()?;
-    plans.said(run(stored.plan(), forward.stream(), &mut workspace, inputs, outputs))
+    let (plan, stream) = (stored.plan(), forward.stream());
+    plans.said(match scales {
+        None => run(plan, stream, &mut workspace, inputs, outputs),
+        Some(scales) => run_scaled_in(plan, stream, workspace.view()?, inputs, scales, outputs),
+    })
 }
 
 /// A number a head, `[n, H]` f32, where the layers run.

@@ -6,7 +6,7 @@
 use mstar_core::attend::{IndexStore, StepShape};
 use mstar_core::kv::{KvConfig, KvLayout, RingConfig};
 use mstar_core::spec::Spec;
-use mstar_kernels::{DType, Device};
+use mstar_kernels::{DType, Device, fp8};
 
 use super::prepare::{Served, ServedSparse};
 use crate::backends::workspace_bytes;
@@ -183,6 +183,9 @@ fn pool(lines: &mut Vec<Line>, name: &str, kv: &KvConfig, pages: usize, host: Op
     let (key, what) = if host.is_some() { ("host_pages", "offloaded") } else { ("max_num_pages", "pages") };
     let widths = match kv.layout {
         KvLayout::Nhd { num_kv_heads: g, head_dim: d } => format!("2 x G {g} x D {d}"),
+        KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e } if kv.dtype == DType::E4m3 => {
+            format!("(C {c} + 4 x {} + 2 x E {e})", fp8::latent_scales(c))
+        }
         KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e } => format!("(C {c} + E {e})"),
         other => unreachable!("the spec's reader makes no {other:?}"),
     };
@@ -197,8 +200,8 @@ fn pool(lines: &mut Vec<Line>, name: &str, kv: &KvConfig, pages: usize, host: Op
             place: host.unwrap_or(Place::Device),
         });
     };
-    let width = kv.layout.token_width().expect("bounded by the spec's reader");
-    push(format!("{name}: {what}"), widths, width, kv.dtype, kv.num_layers);
+    let (width, dtype) = kv.token().expect("bounded by the spec's reader");
+    push(format!("{name}: {what}"), widths, width, dtype, kv.num_layers);
     for plane in &kv.planes {
         push(
             format!("{name}: {what}, plane {}", plane.name),

@@ -287,6 +287,7 @@ fn shape(geometry: &AttnGeometry, causal: bool) -> anyhow::Result<Shape> {
     Ok(Shape {
         num_qo_heads: geometry.num_qo_heads,
         entries,
+        fp8: geometry.kv_dtype == DType::E4m3,
         sm_scale: f64::from(softmax.sm_scale),
         causal,
         window_left: softmax.window_left.map_or(-1, |window| window as i64),

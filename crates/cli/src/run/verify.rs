@@ -43,6 +43,8 @@ pub(crate) struct Shape {
     pub(crate) num_qo_heads: usize,
     /// A token's entries in the cache.
     pub(crate) entries: Entries,
+    /// Whether the cache keeps its entries in e4m3.
+    pub(crate) fp8: bool,
     /// Factor on `q.k`.
     pub(crate) sm_scale: f64,
     /// Whether a query sees no later key.

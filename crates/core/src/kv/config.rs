@@ -1,12 +1,16 @@
 //! A cache's geometry: what a token costs, what a page costs, what a rank of several keeps.
 #![forbid(unsafe_code)]
 
-use mstar_kernels::DType;
+use mstar_kernels::{DType, fp8};
 
 use crate::Result;
 
 /// Page 0 of every store: no request is ever given it. Padded table entries name it, so that every id is legal.
 pub const SINK_PAGE: i32 = 0;
+
+/// The plane that holds the scales of keys and values in e4m3, `[P, S, 2 * G]` f32 a layer: those of a token's keys, head after
+/// head, then those of its values. Latents carry theirs.
+pub const SCALES: &str = "kv_scales";
 
 /// How a page's tokens lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -74,7 +78,8 @@ pub(super) struct Stored {
 pub struct KvConfig {
     /// How a page's tokens lie.
     pub layout: KvLayout,
-    /// Element type of the stored keys, values or latents.
+    /// Element type of the stored keys, values or latents. e4m3 takes any floats and quantises them as they are written: make the
+    /// cache by [`KvConfig::quantised`], which adds the scales.
     pub dtype: DType,
     /// `S`: tokens a page.
     pub page_size: usize,
@@ -115,6 +120,39 @@ impl KvConfig {
         }
     }
 
+    /// The same cache in e4m3: keys and values get a further plane of scales ([`SCALES`]), a latent has its scales between its
+    /// parts. See [`mstar_kernels::fp8`].
+    pub fn quantised(mut self) -> KvConfig {
+        self.dtype = DType::E4m3;
+        self.planes.retain(|plane| plane.name != SCALES);
+        if let Some(width) = self.scale_width() {
+            self.planes.push(PlaneConfig { name: SCALES.to_owned(), dtype: DType::F32, width, layers: None });
+        }
+        self
+    }
+
+    /// Scales of a token in a plane of their own, in one layer.
+    fn scale_width(&self) -> Option<usize> {
+        match self.layout {
+            KvLayout::Nhd { num_kv_heads, .. } if self.dtype == DType::E4m3 => {
+                Some(num_kv_heads.saturating_mul(2))
+            }
+            _ => None,
+        }
+    }
+
+    /// What one token takes of the keys and values, or latents, in one layer: elements, and their type. `2 * G * D` or `C + E` of
+    /// `dtype`; a latent in e4m3 is [`fp8::latent_bytes`] bytes. `None` when that overflows.
+    pub fn token(&self) -> Option<(usize, DType)> {
+        match self.layout {
+            KvLayout::Mla { kv_lora_rank, qk_rope_head_dim } if self.dtype == DType::E4m3 => {
+                self.layout.token_width()?;
+                Some((fp8::latent_bytes(kv_lora_rank, qk_rope_head_dim), DType::U8))
+            }
+            layout => Some((layout.token_width()?, self.dtype)),
+        }
+    }
+
     /// Refuses a geometry that no store can have.
     ///
     /// # Errors
@@ -136,8 +174,9 @@ impl KvConfig {
         if self.num_layers == 0 {
             return refuse("num_layers", 0, "at least one layer");
         }
-        if !self.dtype.is_float() && self.dtype != DType::U8 {
-            return refuse("dtype", self.dtype, "keys and values are f32, bf16, f16, or u8 when quantised");
+        if !self.dtype.is_float() && !matches!(self.dtype, DType::U8 | DType::E4m3) {
+            let why = "keys and values are f32, bf16, f16, fp8_e4m3, or u8 when somebody else quantises";
+            return refuse("dtype", self.dtype, why);
         }
         match self.layout {
             KvLayout::Nhd { num_kv_heads: 0, .. } => {
@@ -148,6 +187,20 @@ impl KvConfig {
                 return refuse("kv_lora_rank", 0, "at least one element");
             }
             _ => {}
+        }
+        if let KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e } = self.layout
+            && self.dtype == DType::E4m3
+        {
+            fp8::check_latent(c, e)?;
+        }
+        let scales = self.planes.iter().find(|plane| plane.name == SCALES);
+        if let Some(width) = self.scale_width()
+            && !scales.is_some_and(|s| (s.dtype, s.width, &s.layers) == (DType::F32, width, &None))
+        {
+            let why = format!(
+                "keys and values in fp8_e4m3 have the plane {SCALES} of {width} f32; use KvConfig::quantised"
+            );
+            return refuse("planes", format!("{scales:?}"), why);
         }
         for (i, plane) in self.planes.iter().enumerate() {
             if plane.width == 0 {
@@ -193,8 +246,8 @@ impl KvConfig {
 
     /// Every plane, the keys, values or latents first (as `kv`).
     pub(super) fn all_planes(&self) -> Option<Vec<Stored>> {
-        let width = self.layout.token_width()?;
-        let mut all = vec![Stored { name: "kv".to_owned(), dtype: self.dtype, width, layers: None }];
+        let (width, dtype) = self.token()?;
+        let mut all = vec![Stored { name: "kv".to_owned(), dtype, width, layers: None }];
         all.extend(self.planes.iter().map(|p| Stored {
             name: p.name.clone(),
             dtype: p.dtype,
@@ -263,7 +316,7 @@ impl KvConfig {
             }
             *num_kv_heads = (heads / world_size).max(1);
         }
-        Ok(out)
+        Ok(if out.dtype == DType::E4m3 { out.quantised() } else { out })
     }
 
     /// Refuses a backend whose window reaches further back than the cache keeps tokens. `window_left` counts
@@ -323,6 +376,29 @@ mod tests {
         assert!(nhd(6).shard(4).is_err() && nhd(6).shard(0).is_err());
         let layout = KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 };
         assert_eq!(KvConfig::new(layout, DType::Bf16, 64, 4).shard(8).unwrap().layout, layout);
+    }
+
+    #[test]
+    fn a_quantised_cache_has_its_scales_and_counts_them() {
+        let mut config = nhd(4).quantised();
+        config.num_layers = 3;
+        assert!(config.check().is_ok());
+        assert_eq!(config.page_bytes().unwrap(), 3 * 16 * (2 * 4 * 64 + 2 * 4 * 4));
+        assert_eq!(config.clone().quantised(), config);
+        let half = config.shard(2).unwrap();
+        assert_eq!((half.planes.len(), half.planes[0].width), (1, 4));
+        assert!(half.check().is_ok());
+        config.planes[0].width = 4;
+        assert!(config.check().unwrap_err().to_string().contains("the plane kv_scales of 8 f32"));
+        config.planes.clear();
+        assert!(config.check().unwrap_err().to_string().starts_with("planes"));
+        let layout = KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 };
+        let latents = KvConfig::new(layout, DType::Bf16, 64, 4).quantised();
+        assert!(latents.check().is_ok() && latents.planes.is_empty());
+        assert_eq!(latents.page_bytes().unwrap(), 64 * 656);
+        let odd = KvLayout::Mla { kv_lora_rank: 510, qk_rope_head_dim: 64 };
+        let said = KvConfig::new(odd, DType::Bf16, 64, 4).quantised().check().unwrap_err().to_string();
+        assert!(said.starts_with("kv_lora_rank"), "{said}");
     }
 
     #[test]

@@ -9,11 +9,12 @@ use std::ptr::NonNull;
 
 use mstar_kernels::cpu::scatter::scatter_at;
 use mstar_kernels::cuda::{Event, Moving, OwnedStream, prepare_moves};
+use mstar_kernels::fp8::{store_heads, store_latents};
 use mstar_kernels::mutant::planted;
 use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef, copy_async};
 
 use super::config::Stored;
-use super::{KvConfig, KvEntries, KvLayout, LayerView};
+use super::{KvConfig, KvEntries, KvLayout, LayerView, SCALES};
 use crate::Result;
 
 /// Elements before page `page` of a plane with `width` elements a token and `page_size` tokens a page. Pages of
@@ -43,6 +44,8 @@ struct Plane {
 pub(super) struct KvMemory {
     planes: Vec<Plane>,
     layout: KvLayout,
+    /// What the cache keeps: a latent in e4m3 is a plane of bytes.
+    dtype: DType,
     layers: usize,
     pages: usize,
     page_size: usize,
@@ -89,6 +92,14 @@ fn runs(config: &KvConfig) -> Vec<usize> {
     widths.into_iter().map(|width| width * config.dtype.size()).chain(planes).collect()
 }
 
+fn floats(name: &'static str, got: &TensorRef<'_>) -> Result<()> {
+    if got.dtype().is_float() {
+        return Ok(());
+    }
+    let expected = "f32, bf16 or f16".to_owned();
+    Err(KernelError::DTypeMismatch { tensor: name, expected, got: got.dtype() }.into())
+}
+
 impl KvMemory {
     /// Zeroed memory for a checked geometry, on `stream`'s device. Copies between pages go on `stream`, in order with the
     /// layers that write and read them.
@@ -115,6 +126,7 @@ impl KvMemory {
         Ok(KvMemory {
             planes: planes.collect::<Result<_>>()?,
             layout: config.layout,
+            dtype: config.dtype,
             layers: config.num_layers,
             pages: config.max_num_pages,
             page_size: config.page_size,
@@ -202,14 +214,25 @@ impl KvMemory {
         self.check_layer(layer)?;
         let (plane, p, s) = (&self.planes[0], self.pages, self.page_size);
         match self.layout {
-            KvLayout::Nhd { num_kv_heads: g, head_dim: d } => Ok(LayerView::Nhd {
-                k: self.view(plane, layer, 0, &[p, s, g, d])?,
-                v: self.view(plane, layer, s * g * d, &[p, s, g, d])?,
-            }),
+            KvLayout::Nhd { num_kv_heads: g, head_dim: d } => {
+                let (k, v) = self.sides(plane, layer, &[p, s, g, d])?;
+                if plane.dtype != DType::E4m3 {
+                    return Ok(LayerView::Nhd { k, v });
+                }
+                let scales = &self.planes[self.plane_index(SCALES)?];
+                let all = self.view(scales, layer, 0, &[p, s, 2 * g])?;
+                Ok(LayerView::Fp8 { k, v, scales: [all.narrow(2, 0, g)?, all.narrow(2, g, g)?] })
+            }
             KvLayout::Mla { .. } => {
                 Ok(LayerView::Mla { latent: self.view(plane, layer, 0, &[p, s, plane.width])? })
             }
         }
+    }
+
+    /// The two halves of a page's block, each of `shape`, pages first.
+    fn sides(&self, plane: &Plane, layer: usize, shape: &[usize]) -> Result<(TensorRef<'_>, TensorRef<'_>)> {
+        let half = shape[1..].iter().product();
+        Ok((self.view(plane, layer, 0, shape)?, self.view(plane, layer, half, shape)?))
     }
 
     /// One layer of a further plane, `[P, S, width]`.
@@ -254,6 +277,9 @@ impl KvMemory {
         self.check_layer(layer)?;
         let (t, p, s, plane) = (slots.numel(), self.pages, self.page_size, &self.planes[0]);
         let dtype = Some(plane.dtype);
+        if self.dtype == DType::E4m3 {
+            return self.write_codes(layer, slots, entries, stream);
+        }
         match (self.layout, entries) {
             (KvLayout::Nhd { num_kv_heads: g, head_dim: d }, KvEntries::Nhd { k, v }) => {
                 let extents = [Some(t), Some(g), Some(d)];
@@ -279,15 +305,56 @@ impl KvMemory {
                 scatter_at(stream, slots, ckv, to_ckv)?;
                 if e == 0 { Ok(()) } else { Ok(scatter_at(stream, slots, kpe, to_kpe)?) }
             }
-            (layout, entries) => {
-                let got = match entries {
-                    KvEntries::Nhd { .. } => "keys and values",
-                    KvEntries::Mla { .. } => "latents",
-                };
-                let why = format!("the cache's layout is {layout:?}");
-                Err(KernelError::Parameter { name: "entries", why, got: got.to_owned() }.into())
-            }
+            (_, entries) => Err(self.other_layout(&entries)),
         }
+    }
+
+    /// As [`KvMemory::write`], of floats of any type that are kept as e4m3.
+    fn write_codes(
+        &self,
+        layer: usize,
+        slots: TensorRef<'_>,
+        entries: KvEntries<'_>,
+        stream: &Stream,
+    ) -> Result<()> {
+        let (t, p, s, plane) = (slots.numel(), self.pages, self.page_size, &self.planes[0]);
+        match (self.layout, entries) {
+            (KvLayout::Nhd { num_kv_heads: g, head_dim: d }, KvEntries::Nhd { k, v }) => {
+                let extents = [Some(t), Some(g), Some(d)];
+                for (name, tensor) in [("k", &k), ("v", &v)] {
+                    tensor.expect(name, "[T, G, D]", &extents, None, self.device())?;
+                    floats(name, tensor)?;
+                }
+                let scales = &self.planes[self.plane_index(SCALES)?];
+                for (side, entries) in [k, v].into_iter().enumerate() {
+                    // SAFETY: keys and values are different parts of a page, their scales different columns of a token, and the
+                    // slots are the caller's alone.
+                    let (codes, scales) = unsafe {
+                        let codes = self.view_mut(plane, layer, side * s * g * d, &[p, s, g, d])?;
+                        (codes, self.view_mut(scales, layer, 0, &[p, s, 2 * g])?.narrow(2, side * g, g)?)
+                    };
+                    store_heads(stream, slots, entries, codes, scales)?;
+                }
+                Ok(())
+            }
+            (KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e }, KvEntries::Mla { ckv, kpe }) => {
+                ckv.expect("ckv", "[T, C]", &[Some(t), Some(c)], None, self.device())?;
+                kpe.expect("kpe", "[T, E]", &[Some(t), Some(e)], None, self.device())?;
+                // SAFETY: the slots are the caller's alone.
+                let cache = unsafe { self.view_mut(plane, layer, 0, &[p, s, plane.width])? };
+                Ok(store_latents(stream, slots, ckv, kpe, cache)?)
+            }
+            (_, entries) => Err(self.other_layout(&entries)),
+        }
+    }
+
+    fn other_layout(&self, entries: &KvEntries<'_>) -> crate::Error {
+        let got = match entries {
+            KvEntries::Nhd { .. } => "keys and values",
+            KvEntries::Mla { .. } => "latents",
+        };
+        let why = format!("the cache's layout is {:?}", self.layout);
+        KernelError::Parameter { name: "entries", why, got: got.to_owned() }.into()
     }
 
     /// Writes one layer's entries `[T, width]` of a further plane; otherwise as [`KvMemory::write`].
@@ -537,6 +604,84 @@ mod tests {
             assert_eq!((row(1, 1), row(2, 0)), (vec![0.0; 3 + e], vec![0.0; 3 + e]));
             let wrong = KvEntries::Nhd { k: ckv, v: ckv };
             assert!(memory.write(0, slots_of(&[5, 2]), wrong, &Stream::cpu()).is_err());
+        }
+    }
+
+    #[test]
+    fn scales_are_stored_beside_their_codes_and_move_with_their_pages() {
+        let layout = KvLayout::Nhd { num_kv_heads: 2, head_dim: 4 };
+        let mut config = KvConfig::new(layout, DType::Bf16, 2, 5).quantised();
+        config.num_layers = 2;
+        let memory = KvMemory::new(&config, Stream::cpu()).unwrap();
+        assert_eq!(memory.bytes(), config.memory_bytes().unwrap());
+        // Head 1 of a token is a hundred times head 0, values are a thousand times keys, layer 1 is twice layer 0.
+        let number = |layer: usize, side: usize, i: usize| {
+            let size = [1.0, 100.0][i / 4 % 2] * [1.0, 1000.0][side] * (layer + 1) as f32;
+            size * [1.0, -0.5, 0.25, 0.0][i % 4]
+        };
+        for layer in 0..2 {
+            let side = |side: usize| -> Vec<f32> { (0..16).map(|i| number(layer, side, i)).collect() };
+            let (k, v) = (side(0), side(1));
+            let view = |x| TensorRef::from_slice(x, &[2, 2, 4]).unwrap();
+            let entries = KvEntries::Nhd { k: view(&k), v: view(&v) };
+            memory.write(layer, slots_of(&[2, 3]), entries, &Stream::cpu()).unwrap();
+        }
+        memory.copy_page(1, 2).unwrap();
+        let host = memory.save(&[2]).unwrap();
+        // A page that is used again keeps nothing of its former scales.
+        let huge = [1e30f32; 16];
+        let huge = TensorRef::from_slice(&huge, &[2, 2, 4]).unwrap();
+        for layer in 0..2 {
+            memory
+                .write(layer, slots_of(&[6, 7]), KvEntries::Nhd { k: huge, v: huge }, &Stream::cpu())
+                .unwrap();
+        }
+        memory.load(&host, &[3]).unwrap();
+        for layer in 0..2 {
+            let LayerView::Fp8 { k, v, scales } = memory.layer(layer).unwrap() else { panic!() };
+            for page in [1, 2, 3] {
+                for (side, (codes, scales)) in [k, v].into_iter().zip(scales).enumerate() {
+                    let codes = codes.select(0, page).unwrap();
+                    for i in 0..16 {
+                        let scales = scales.select(0, page).unwrap().select(0, i / 8).unwrap();
+                        let scale = scales.as_slice::<f32>().unwrap()[i / 4 % 2];
+                        // SAFETY: a page of codes is sixteen contiguous bytes.
+                        let code = unsafe { *codes.as_ptr().add(i) };
+                        let got = mstar_kernels::fp8::e4m3_to_f32(code) * scale;
+                        let want = number(layer, side, i);
+                        assert!(
+                            (got - want).abs() <= want.abs() * 1e-6,
+                            "{layer} {page} {side} {i}: {got} {want}"
+                        );
+                    }
+                }
+            }
+        }
+        let ints = [0i32; 16];
+        let ints = TensorRef::from_slice(&ints, &[2, 2, 4]).unwrap();
+        let said = memory.write(0, slots_of(&[2, 3]), KvEntries::Nhd { k: ints, v: ints }, &Stream::cpu());
+        assert!(said.unwrap_err().to_string().contains("f32, bf16 or f16"));
+    }
+
+    #[test]
+    fn latents_in_e4m3_are_tokens_of_bytes() {
+        let layout = KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 };
+        let config = KvConfig::new(layout, DType::Bf16, 2, 3).quantised();
+        let memory = KvMemory::new(&config, Stream::cpu()).unwrap();
+        let ckv: Vec<f32> = (0..512).map(|i| 10f32.powi((i / 128) as i32) * 0.5).collect();
+        let kpe = [3f32; 64];
+        let entries = KvEntries::Mla {
+            ckv: TensorRef::from_slice(&ckv, &[1, 512]).unwrap(),
+            kpe: TensorRef::from_slice(&kpe, &[1, 64]).unwrap(),
+        };
+        memory.write(0, slots_of(&[5]), entries, &Stream::cpu()).unwrap();
+        let LayerView::Mla { latent } = memory.layer(0).unwrap() else { panic!() };
+        assert_eq!((latent.shape(), latent.dtype()), (&[3, 2, 656][..], DType::U8));
+        let token = latent.select(0, 2).unwrap().select(0, 1).unwrap();
+        let token = token.as_slice::<u8>().unwrap();
+        for (lane, &want) in ckv.iter().chain(&kpe).enumerate() {
+            let got = mstar_kernels::fp8::dequantise_latent(token, 512, lane);
+            assert!((got - want).abs() <= want * 1e-6, "lane {lane}: {got} {want}");
         }
     }
 

@@ -43,7 +43,7 @@ mod store;
 mod stream;
 mod view;
 
-pub use config::{KvConfig, KvLayout, PlaneConfig, SINK_PAGE};
+pub use config::{KvConfig, KvLayout, PlaneConfig, SCALES, SINK_PAGE};
 pub use events::KvEvent;
 pub use memory::page_offset;
 pub use page_pool::{PageError, PageId, PagePool, Released};

@@ -20,7 +20,16 @@ pub enum LayerView<'a> {
         /// Values.
         v: TensorRef<'a>,
     },
-    /// `latent`, `[P, S, C + E]`.
+    /// `k` and `v` as e4m3 codes, each `[P, S, G, D]`, and their scales, each `[P, S, G]` f32.
+    Fp8 {
+        /// Codes of keys.
+        k: TensorRef<'a>,
+        /// Codes of values.
+        v: TensorRef<'a>,
+        /// Scales of keys, and of values.
+        scales: [TensorRef<'a>; 2],
+    },
+    /// `latent`, `[P, S, C + E]`; of a cache in e4m3 `[P, S, B]` u8, as [`mstar_kernels::fp8`] has it.
     Mla {
         /// Latents.
         latent: TensorRef<'a>,

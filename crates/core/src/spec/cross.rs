@@ -1,6 +1,8 @@
 //! Checks between sections, made once every section reads well on its own.
 
-use super::resources::{AttentionSpec, ResourceKind};
+use mstar_kernels::DType;
+
+use super::resources::{AttentionSpec, KvSpec, ResourceKind};
 use super::settled::Spec;
 use super::workload::{WorkloadKind, WorkloadSpec};
 use super::{Faults, Node};
@@ -50,9 +52,13 @@ pub(super) fn check(spec: &Spec, root: &Node, faults: &Faults) {
             faults.push(at(&["resources", cache, "retention"]).error(why));
         }
     }
-    for (name, kv) in spec.caches().filter(|(_, kv)| kv.config.dtype != spec.dtype) {
+    // e4m3 is quantised from whatever a step writes.
+    let other = |kv: &KvSpec| ![spec.dtype, DType::E4m3].contains(&kv.config.dtype);
+    for (name, kv) in spec.caches().filter(|(_, kv)| other(kv)) {
         let (has, step) = (kv.config.dtype, spec.dtype);
-        let why = format!("{has}, and a step's keys and values are {step}; write {step}, or change dtype");
+        let why = format!(
+            "{has}, and a step's keys and values are {step}; write {step}, or fp8_e4m3, or change dtype"
+        );
         faults.push(at(&["resources", name.as_str(), "dtype"]).error(why));
     }
     for (name, ring) in spec.rings() {

@@ -8,7 +8,7 @@ use super::ring::RingSpec;
 use super::{Fields, Node, keys};
 use crate::ResourceName;
 use crate::attend::{IndexFormat, IndexGeometry, IndexStore};
-use crate::kv::{KvConfig, KvLayout, PlaneConfig};
+use crate::kv::{KvConfig, KvLayout, PlaneConfig, SCALES};
 
 /// Bytes that one cache may be said to take: 256 TiB, past any machine and far from overflow.
 const MAX_POOL_BYTES: u128 = 1 << 48;
@@ -106,6 +106,10 @@ enum Kind {
 }
 
 /// The element types that numbers are stored and attended in.
+/// Element types of a paged cache.
+const KV_TYPES: &[(&str, DType)] =
+    &[("f32", DType::F32), ("bf16", DType::Bf16), ("f16", DType::F16), ("fp8_e4m3", DType::E4m3)];
+
 pub(super) const FLOATS: &[(&str, DType)] =
     &[("f32", DType::F32), ("bf16", DType::Bf16), ("f16", DType::F16)];
 
@@ -230,7 +234,7 @@ fn read_kv(
         Mla,
     }
     let layout = f.word_or("layout", Layout::Nhd, &[("nhd", Layout::Nhd), ("mla", Layout::Mla)]);
-    let dtype = f.word_or("dtype", around.dtype, FLOATS);
+    let dtype = f.word_or("dtype", around.dtype, KV_TYPES);
     let page_size = f.count("page_size", 1..=65_536);
     let max_num_pages = f.count("max_num_pages", 2..=MAX_I32);
     let max_seq_len = f.count("max_seq_len", 1..=MAX_I32);
@@ -268,19 +272,30 @@ fn read_kv(
             }
         },
     };
+    if dtype == DType::E4m3 && planes.iter().any(|plane| plane.name == SCALES) {
+        f.fault_at("planes", format!("a cache in fp8_e4m3 has the plane {SCALES} of its own"));
+    }
+    if let (DType::E4m3, Some(KvLayout::Mla { kv_lora_rank, qk_rope_head_dim })) = (dtype, layout)
+        && let Err(why) = mstar_kernels::fp8::check_latent(kv_lora_rank, qk_rope_head_dim)
+    {
+        f.fault_at("dtype", why.to_string());
+    }
     let config = match (layout, page_size, max_num_pages, max_seq_len, model) {
-        (Some(layout), Some(page_size), Some(max_num_pages), Some(max_seq_len), Some(model)) => KvConfig {
-            layout,
-            dtype,
-            page_size,
-            max_num_pages,
-            max_seq_len,
-            num_layers: model.layers,
-            planes,
-            prefix_cache,
-            retention,
-            world_size: around.world_size,
-        },
+        (Some(layout), Some(page_size), Some(max_num_pages), Some(max_seq_len), Some(model)) => {
+            let config = KvConfig {
+                layout,
+                dtype,
+                page_size,
+                max_num_pages,
+                max_seq_len,
+                num_layers: model.layers,
+                planes,
+                prefix_cache,
+                retention,
+                world_size: around.world_size,
+            };
+            if dtype == DType::E4m3 { config.quantised() } else { config }
+        }
         _ => {
             f.finish("here");
             return None;
@@ -319,14 +334,17 @@ fn read_planes(f: &mut Fields<'_>) -> Vec<PlaneConfig> {
 
 /// Bytes of one page over all layers and planes.
 fn page_bytes(config: &KvConfig) -> u128 {
-    let token = match config.layout {
-        KvLayout::Nhd { num_kv_heads, head_dim } => 2 * num_kv_heads as u128 * head_dim as u128,
-        KvLayout::Mla { kv_lora_rank, qk_rope_head_dim } => kv_lora_rank as u128 + qk_rope_head_dim as u128,
+    let token = match (config.layout, config.token()) {
+        (KvLayout::Mla { .. }, Some((width, dtype))) => width as u128 * dtype.size() as u128,
+        (KvLayout::Nhd { num_kv_heads, head_dim }, _) => {
+            2 * num_kv_heads as u128 * head_dim as u128 * config.dtype.size() as u128
+        }
+        (KvLayout::Mla { .. }, None) => u128::MAX >> 64,
     };
     let layers = config.num_layers;
     let plane = |p: &PlaneConfig| p.width as u128 * p.dtype.size() as u128 * p.layer_count(layers) as u128;
     let planes: u128 = config.planes.iter().map(plane).sum();
-    (token * config.dtype.size() as u128 * layers as u128 + planes) * config.page_size as u128
+    (token * layers as u128 + planes) * config.page_size as u128
 }
 
 fn read_attention(

@@ -38,7 +38,8 @@ pub(crate) fn of_selecting(plan: &DsaPlan, geometry: &Geometry, index: &IndexGeo
 pub(crate) fn of_attending(plan: &DsaPlan, geometry: &Geometry, index: &IndexGeometry) -> Work {
     let (heads, c) = (geometry.num_qo_heads as u64, geometry.kv_lora_rank as u64);
     let (width, topk) = (geometry.latent_dim() as u64, index.index_topk as u64);
-    let (q_size, kv_size) = (geometry.q_dtype.size() as u64, geometry.kv_dtype.size() as u64);
+    let q_size = geometry.q_dtype.size() as u64;
+    let (slot, dtype) = geometry.slot();
     let (mut tokens, mut picked, mut latents) = (0u64, 0u64, 0u64);
     for row in 0..plan.num_rows() {
         let ((selected, dense), keys) = (counted(plan, row), plan.row_keys[row] as u64);
@@ -49,7 +50,7 @@ pub(crate) fn of_attending(plan: &DsaPlan, geometry: &Geometry, index: &IndexGeo
     }
     Work {
         tokens,
-        bytes_read: latents * width * kv_size + tokens * heads * width * q_size + picked * 4,
+        bytes_read: latents * (slot * dtype.size()) as u64 + tokens * heads * width * q_size + picked * 4,
         bytes_written: tokens * heads * c * q_size,
         flops: 2 * plan.work.attended * heads * (width + c),
     }

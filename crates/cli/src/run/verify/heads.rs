@@ -1,7 +1,7 @@
 //! Rows over keys and values: the oracle's answer for the sampled queries and heads.
 
 use mstar_kernels::reference::paged::{Cache, Options, Paged};
-use mstar_kernels::reference::{Attended, Real, paged};
+use mstar_kernels::reference::{Attended, Real, fp8, paged};
 use mstar_kernels::synth::{self, Kind};
 
 use super::{Judged, Layers, Row, Sample};
@@ -29,6 +29,9 @@ pub(super) fn judge<T: Real>(
         }
         entries(seed, Kind::Key, layers.own, row.keys, kv_head, head_dim, &mut k);
         entries(seed, Kind::Value, layers.own, row.keys, kv_head, head_dim, &mut v);
+        if row.shape.fp8 {
+            k.chunks_mut(head_dim).chain(v.chunks_mut(head_dim)).for_each(fp8::kept);
+        }
         for &query in &sample.queries {
             let expected = oracle(row, head_dim, seed, layers, &heads, query, &k, &v);
             let expected = expected.map_err(|error| format!("the oracle: {error}"))?;

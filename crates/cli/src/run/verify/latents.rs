@@ -1,7 +1,8 @@
 //! Rows over latents: the oracle's answer over every key that a query sees, or over the pick that was used.
 
+use half::bf16;
 use mstar_kernels::reference::mla::Mla;
-use mstar_kernels::reference::{Attended, Real, mla};
+use mstar_kernels::reference::{Attended, Real, fp8, mla};
 use mstar_kernels::synth::{self, Kind};
 
 use super::heads::entries;
@@ -24,6 +25,13 @@ pub(super) fn judge<T: Real>(
 ) -> Result<(), String> {
     let mut latents = Vec::new();
     entries(seed, Kind::Latent, layers.own, row.keys, 0, c + e, &mut latents);
+    if row.shape.fp8 {
+        for token in latents.chunks_mut(c + e) {
+            let (value, rope) = token.split_at_mut(c);
+            value.chunks_mut(128).for_each(fp8::kept);
+            rope.iter_mut().for_each(|lane| *lane = bf16::from_f32(*lane).to_f32());
+        }
+    }
     for &query in &sample.queries {
         let seen = if row.shape.causal { row.seen(query) } else { row.keys.len() };
         let picked = match &row.pick {

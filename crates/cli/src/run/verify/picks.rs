@@ -281,6 +281,7 @@ mod tests {
             sm_scale: 1.0,
             causal: true,
             window_left: -1,
+            fp8: false,
             logits_soft_cap: 0.0,
             sinks: None,
             alibi_slopes: None,

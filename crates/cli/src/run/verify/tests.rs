@@ -12,6 +12,7 @@ fn shape() -> Shape {
         sm_scale: 0.25,
         causal: true,
         window_left: -1,
+        fp8: false,
         logits_soft_cap: 0.0,
         sinks: None,
         alibi_slopes: None,

@@ -1,5 +1,7 @@
 //! Every refusal of the loader, through `check(change, expected line)`.
 
+use mstar_kernels::DType;
+
 use super::*;
 
 /// A spec that is right, and on which every test below makes one thing wrong.
@@ -449,9 +451,21 @@ fn a_cache_holds_what_a_step_writes() {
     check(
         "    page_size: 16",
         "    page_size: 16\n    dtype: f16",
-        "s.yaml:18:12: resources.kv.dtype: f16, and a step's keys and values are bf16; write bf16, or change dtype",
+        "s.yaml:18:12: resources.kv.dtype: f16, and a step's keys and values are bf16; write bf16, or fp8_e4m3, or change dtype",
     );
     accept("    page_size: 16", "    page_size: 16\n    dtype: bf16");
+    let spec = accept("    page_size: 16", "    page_size: 16\n    dtype: fp8_e4m3");
+    let (_, kv) = spec.caches().next().unwrap();
+    assert_eq!(kv.config, kv.config.clone().quantised());
+    assert_eq!((kv.config.dtype, kv.config.planes.len()), (DType::E4m3, 1));
+    assert!(kv.config.check().is_ok());
+    let named = "planes: [{ name: kv_scales, dtype: f32, width: 4 }]";
+    let said = load(
+        &GOOD.replace("    page_size: 16", &format!("    page_size: 16\n    dtype: fp8_e4m3\n    {named}")),
+    );
+    assert!(said.unwrap_err().contains("has the plane kv_scales of its own"));
+    let said = load(&GOOD.replace("dtype: bf16", "dtype: fp8_e4m3")).unwrap_err();
+    assert!(said.contains("dtype: expected f32, bf16 or f16, got fp8_e4m3"), "{said}");
 }
 
 #[test]
