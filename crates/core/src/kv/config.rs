@@ -195,7 +195,7 @@ impl KvConfig {
         }
         let scales = self.planes.iter().find(|plane| plane.name == SCALES);
         if let Some(width) = self.scale_width()
-            && !scales.is_some_and(|s| (s.dtype, s.width, &s.layers) == (DType::F32, width, &None))
+            && scales.is_none_or(|s| (s.dtype, s.width, &s.layers) != (DType::F32, width, &None))
         {
             let why = format!(
                 "keys and values in fp8_e4m3 have the plane {SCALES} of {width} f32; use KvConfig::quantised"

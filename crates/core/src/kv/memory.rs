@@ -106,6 +106,10 @@ impl KvMemory {
     pub(super) fn new(config: &KvConfig, stream: Stream) -> Result<KvMemory> {
         config.check()?;
         let device = stream.device();
+        if config.dtype == DType::E4m3 && device != Device::Cpu {
+            let why = "its kernels keep f32, bf16 or f16; run on the CPU, or change dtype".to_owned();
+            return Err(KernelError::Unsupported { operation: "a cache in fp8_e4m3", device, why }.into());
+        }
         // A step moves entries without compiling anything.
         prepare_moves(device, &[Moving::Scatter], &runs(config))?;
         let planes = config.all_planes().expect("a checked geometry has a size");
@@ -668,7 +672,7 @@ mod tests {
         let layout = KvLayout::Mla { kv_lora_rank: 512, qk_rope_head_dim: 64 };
         let config = KvConfig::new(layout, DType::Bf16, 2, 3).quantised();
         let memory = KvMemory::new(&config, Stream::cpu()).unwrap();
-        let ckv: Vec<f32> = (0..512).map(|i| 10f32.powi((i / 128) as i32) * 0.5).collect();
+        let ckv: Vec<f32> = (0..512).map(|i| 10f32.powi(i / 128) * 0.5).collect();
         let kpe = [3f32; 64];
         let entries = KvEntries::Mla {
             ckv: TensorRef::from_slice(&ckv, &[1, 512]).unwrap(),

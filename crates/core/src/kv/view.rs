@@ -11,6 +11,7 @@ use crate::{Label, PlanId, Resource, Result, StepSerial};
 
 /// One layer of a cache, as a kernel reads it.
 #[derive(Clone, Copy, Debug)]
+#[allow(clippy::large_enum_variant)] // Looked at once a layer, and `Copy`.
 #[non_exhaustive]
 pub enum LayerView<'a> {
     /// `k` and `v`, each `[P, S, G, D]`.
