@@ -5,7 +5,7 @@
 //!
 //! | what | codes | scales |
 //! | --- | --- | --- |
-//! | keys, values ([`store_heads`]) | `[P, S, G, D]` [`DType::E4m3`](crate::DType::E4m3) | `[P, S, G]` f32: one a token and key head, a plane beside the pages |
+//! | keys, values ([`store_heads`]) | `[P, S, G, D]` [`DType::E4m3`] | `[P, S, G]` f32: one a token and key head, a plane beside the pages |
 //! | latents ([`store_latents`]) | `[P, S, B]` u8, a token being `[C e4m3 \| ceil(C / 128) f32 \| E bf16]` | one for each 128 lanes of a token, between its parts |
 //!
 //! The latent's layout is FlashMLA's: 512 + 64 lanes take 656 bytes. Its rotary lanes stay in bf16, since positions turn them
