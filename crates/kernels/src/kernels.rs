@@ -2,6 +2,8 @@
 
 use std::sync::OnceLock;
 
+use crate::Device;
+
 /// The variable that says what `auto` is, for measurements: `mma` or `wgmma`.
 pub const KERNELS_VARIABLE: &str = "MSTAR_KERNELS";
 
@@ -35,6 +37,18 @@ impl Kernels {
             Kernels::Mma => "mma",
             Kernels::Wgmma => "wgmma",
         }
+    }
+
+    /// Of a device: `auto` becomes the family that is faster on its card, and a family that it lacks the other one.
+    pub fn on(self, device: Device) -> Kernels {
+        #[cfg(feature = "cuda")]
+        if device != Device::Cpu
+            && crate::cuda::Context::of(device).is_ok_and(crate::cuda::Context::is_hopper)
+        {
+            return if self.settled() == Kernels::Mma { Kernels::Mma } else { Kernels::Wgmma };
+        }
+        let _ = device;
+        Kernels::Mma
     }
 
     /// As it is, or what [`KERNELS_VARIABLE`] says in place of `auto`. Another word there counts as none.

@@ -82,7 +82,14 @@ fn latent() -> Vec<Key> {
         [1, 16, 576, 512, 3, 1, 4],
         [1, 32, 576, 512, 2, 1, 4],
     ];
-    SOME.iter().map(|values| with_all(Key::new(Unit::LATENT, "latent_attend"), LATENTS, *values)).collect()
+    // On a Hopper: query vectors, depth, width, stages, pieces.
+    const FEW: [[i64; 6]; 3] = [[1, 16, 576, 512, 2, 4], [2, 32, 576, 512, 2, 2], [2, 16, 64, 128, 4, 4]];
+    const WIDE: [[i64; 6]; 2] = [[1, 64, 576, 512, 2, 2], [2, 64, 512, 512, 2, 1]];
+    let names = ["Q_TYPE", "ROWS", "DEPTH", "WIDTH", "STAGES", "PIECES"];
+    let few = |values: &[i64; 6]| with_all(Key::new(Unit::LATENT_FEW, "latent_few"), names, *values);
+    let wide = |values: &[i64; 6]| with_all(Key::new(Unit::LATENT_WIDE, "latent_wide"), names, *values);
+    let of = |values: &[i64; 7]| with_all(Key::new(Unit::LATENT, "latent_attend"), LATENTS, *values);
+    SOME.iter().map(of).chain(FEW.iter().map(few)).chain(WIDE.iter().map(wide)).collect()
 }
 
 /// The same over picks.

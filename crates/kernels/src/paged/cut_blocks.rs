@@ -5,11 +5,12 @@
 //! and `-inf`. Leaves and families are the row's own, as for threads.
 //!
 //! Items of the decode kernel take an aligned run of leaves, as long as leaves are many: their nodes of the tree are joined in
-//! the block, and changes no bit. Such items have a [`Task`] each.
+//! the block, and changes no bit. Such items have a [`Task`] each. So do those of the Hopper's kernel over latents, but for the task.
 
+use crate::Kernels;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, Task, WorkList};
 
-use super::family::{in_halves, latent_tokens};
+use super::family::{LATENT_LEAVES, LATENT_TREE_HEADS, in_halves, latent_tokens, latents_in_tensors};
 use super::schedule::{leaves, visible};
 use super::{Family, Geometry, Stored};
 
@@ -41,6 +42,59 @@ pub(super) struct Scratch {
     fused: Vec<Merge>,
 }
 
+/// Items that there are to be at least before one over latents takes several leaves: two for each multiprocessor of a large device.
+const MANY_LATENTS: u64 = 256;
+
+/// Leaves of an item over latents, as a power of two. Changes no bit: their states are joined as a merge would join them.
+fn latent_level(list: &WorkList) -> u32 {
+    let geometry = &list.geometry;
+    let heads = geometry.num_qo_heads;
+    if list.stored != Stored::Latents
+        || list.kernels != Kernels::Wgmma
+        || heads > LATENT_TREE_HEADS
+        || !latents_in_tensors(geometry)
+    {
+        return 0;
+    }
+    #[cfg(test)]
+    if let Some(level) = forced::level() {
+        return level;
+    }
+    let mut all = 0u64;
+    for row in list.rows.iter().filter(|row| is_few(row)) {
+        // The kernel that joins has room for no more query vectors.
+        if row.q_len as usize * heads > LATENT_TREE_HEADS {
+            return 0;
+        }
+        let (first, end) = leaves(row, visible(&list.variant, row, 0, row.q_len));
+        all += u64::from(end - first);
+    }
+    (0..=LATENT_LEAVES).rev().find(|level| all >> level >= MANY_LATENTS).unwrap_or(0)
+}
+
+/// Tests say how many leaves an item has.
+#[cfg(test)]
+pub(crate) mod forced {
+    use std::cell::Cell;
+
+    thread_local! {
+        static LEVEL: Cell<Option<u32>> = const { Cell::new(None) };
+    }
+
+    pub(super) fn level() -> Option<u32> {
+        LEVEL.get()
+    }
+
+    /// What `run` cuts on this thread has items over latents of up to two to the `level` leaves.
+    #[allow(dead_code, reason = "trials are there with every feature alone")]
+    pub(crate) fn with_level<R>(level: u32, run: impl FnOnce() -> R) -> R {
+        LEVEL.set(Some(level));
+        let result = run();
+        LEVEL.set(None);
+        result
+    }
+}
+
 /// Whether a row's items have few query vectors.
 fn is_few(row: &Row) -> bool {
     row.family == Family::Decode as u32 || row.family == Family::Latent as u32
@@ -60,9 +114,9 @@ pub(super) fn cut(list: &mut WorkList) {
     scratch.units.clear();
     scratch.tasks.clear();
     scratch.fused.clear();
-    let level = level(list);
+    let (level, latents) = (level(list), latent_level(list));
     for index in 0..list.rows.len() {
-        row(list, index, level, &mut scratch);
+        row(list, index, level, latents, &mut scratch);
     }
     list.merges.extend_from_slice(&scratch.fused);
     list.fused = scratch.fused.len();
@@ -152,7 +206,7 @@ fn tickets(first: u32, end: u32, mut level: u32) -> u32 {
     all
 }
 
-fn row(list: &mut WorkList, index: usize, level: Option<u32>, scratch: &mut Scratch) {
+fn row(list: &mut WorkList, index: usize, level: Option<u32>, latents: u32, scratch: &mut Scratch) {
     let row = list.rows[index];
     let group = list.geometry.group();
     let heads = list.geometry.num_kv_heads;
@@ -170,7 +224,7 @@ fn row(list: &mut WorkList, index: usize, level: Option<u32>, scratch: &mut Scra
             list.partial_len += u64::from(end - first) * state as u64;
         }
         let level = level.filter(|_| is_few(&row));
-        let height = level.unwrap_or(0);
+        let height = level.unwrap_or(if is_few(&row) { latents } else { 0 });
         let nodes = if first < end { first >> height..((end - 1) >> height) + 1 } else { 0..0 };
         let single = nodes.len() == 1;
         for node in nodes.clone() {

@@ -3,6 +3,7 @@
 //! Both follow from the geometry and the row's *own* query length alone, never from its neighbours: this is
 //! what makes a row's bits independent of the batch it runs in.
 
+use crate::DType;
 use crate::work::ONE_LEAF;
 
 use super::Geometry;
@@ -22,6 +23,25 @@ pub const DECODE_LANES: usize = 16;
 /// Keys a leaf of the latent family.
 pub const LATENT_LEAF: u32 = 512;
 
+/// Query heads up to which items of the Hopper's kernel over latents may have several leaves, up to [`LATENT_LEAVES`].
+pub(crate) const LATENT_TREE_HEADS: usize = 16;
+
+/// Most leaves of such an item, as a power of two; `cu/latent_few.cu` has the same.
+pub(crate) const LATENT_LEAVES: u32 = 2;
+
+/// The widest latent and value that the tensor-core kernels over latents take.
+pub(crate) const LATENT_DEPTH: usize = 640;
+/// As before.
+pub(crate) const LATENT_WIDTH: usize = 512;
+
+/// Whether those kernels take latents of a layer.
+pub(crate) fn latents_in_tensors(geometry: &Geometry) -> bool {
+    let types = (geometry.q_dtype, geometry.kv_dtype);
+    matches!(types, (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16))
+        && geometry.head_dim_qk <= LATENT_DEPTH
+        && geometry.head_dim_vo <= LATENT_WIDTH
+}
+
 /// Query vectors (tokens times heads) that an item of latent attention takes, unless one token has more heads.
 pub const LATENT_LANES: usize = 64;
 
@@ -35,7 +55,7 @@ pub(crate) fn blocks_leaf(heads: usize) -> u32 {
 /// Whether keys and values a head, of such a geometry, are for the decode kernel of devices with matrix units: bf16 or f16 alike,
 /// up to 512 wide.
 pub(crate) fn in_halves(geometry: &Geometry) -> bool {
-    let half = matches!(geometry.kv_dtype, crate::DType::Bf16 | crate::DType::F16);
+    let half = matches!(geometry.kv_dtype, DType::Bf16 | DType::F16);
     let width = geometry.head_dim_qk.max(geometry.head_dim_vo);
     half && geometry.q_dtype == geometry.kv_dtype && width <= 512
 }

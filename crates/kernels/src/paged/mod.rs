@@ -20,12 +20,17 @@ mod tests;
 pub use attend::{AttendParams, attend, workspace_bytes};
 #[cfg(feature = "cuda")]
 pub(crate) use cut_blocks::cut_tokens;
+#[cfg(all(test, feature = "cuda"))]
+#[allow(unused_imports, reason = "trials are there with every feature alone")]
+pub(crate) use cut_blocks::forced;
 pub(crate) use family::Stored;
 #[cfg(any(feature = "cuda", feature = "flex"))]
 pub(crate) use family::blocks_leaf;
 #[cfg(feature = "cuda")]
 pub(crate) use family::in_halves;
 pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
+#[cfg(feature = "cuda")]
+pub(crate) use family::{LATENT_TREE_HEADS, latents_in_tensors};
 pub use geometry::{Geometry, MAX_HEAD_DIM};
 pub(crate) use schedule::Scratch;
 #[cfg(feature = "paged")]

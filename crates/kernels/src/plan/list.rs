@@ -152,7 +152,7 @@ impl<K: Kernel> Plan<K> {
         let workers = if options.workers == 0 { rayon::current_num_threads() } else { options.workers };
         let pad_to = options.capacity.map(|capacity| capacity.tokens);
         let target = Target::of(options.device);
-        let kernels = options.kernels;
+        let kernels = options.kernels.on(options.device);
         let how = ScheduleOptions { workers, cascade: options.cascade, pad_to, target, kernels };
         K::schedule(geometry, variant, table, &how, &mut self.work)?;
         (self.geometry, self.variant) = (*geometry, *variant);

@@ -7,7 +7,7 @@ use mstar_kernels::dsa::{
 use mstar_kernels::mla::{AttendParams, Geometry, Variant, attend, schedule, workspace_bytes};
 use mstar_kernels::paged::{PageTable, ScheduleOptions, Target};
 use mstar_kernels::work::WorkList;
-use mstar_kernels::{Buffer, DType, TensorRef};
+use mstar_kernels::{Buffer, DType, Kernels, TensorRef};
 
 use super::{Case, Cost, Made, Place, longer, odd, strewn};
 
@@ -179,7 +179,8 @@ fn latent(rows: Rows) -> Case {
         let workers = rayon::current_num_threads();
         let mut work = WorkList::default();
         let target = Target::of(place.device());
-        let options = ScheduleOptions { workers, target, ..ScheduleOptions::default() };
+        let kernels = Kernels::Auto.on(place.device());
+        let options = ScheduleOptions { workers, target, kernels, ..ScheduleOptions::default() };
         let variant = Variant { sm_scale: SM_SCALE, causal: true };
         schedule(&rows.geometry(), &variant, &table, &options, &mut work)?;
         work.stage(&stream)?;

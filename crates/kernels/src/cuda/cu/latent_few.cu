@@ -5,12 +5,16 @@
 // a product, rows (keys, or columns of the result) lane / 4 and 8 below it of its warp's 16, and query vectors 8 j + 2 (lane % 4)
 // and the next.
 //
+// With 16 query vectors an item may have up to four leaves, an aligned run of them: their states are joined here, as a merge would
+// join them. The left one of two waits in registers, that of four in shared memory.
+//
 // Defines: those of latent_ring.cuh, with ROWS 16 or 32.
 
 #include "latent_ring.cuh"
 
 constexpr u32 THREADS = 2 * GROUP, WARPS = 4;
 static_assert(ROWS == 16 || ROWS == 32, "columns of a product");
+constexpr bool TREES = ROWS == 16;
 // Query vectors that a thread has, and blocks of 64 columns of the result.
 constexpr u32 MINE = ROWS / 4, PARTS = WIDTH / LANES;
 
@@ -19,7 +23,10 @@ constexpr u32 WEIGHTS_AT = AFTER_RING;
 // What warps tell each other of each query vector: two turns, so that nobody waits for readers.
 constexpr u32 EXCHANGE_AT = WEIGHTS_AT + ROWS * KEYS * 2;
 constexpr u32 TOLD_AT = EXCHANGE_AT + 2 * WARPS * ROWS * 4;
-constexpr u32 SHARED_BYTES = TOLD_AT + sizeof(Told);
+constexpr u32 KEPT_AT = (TOLD_AT + sizeof(Told) + 15) / 16 * 16;
+// Floats of a state that a thread has.
+constexpr u32 OURS = PARTS * ROWS / 2 + 2 * MINE;
+constexpr u32 SHARED_BYTES = KEPT_AT + (TREES ? OURS * GROUP * 4 : 0);
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
 // The named barrier of the warpgroup that sums.
@@ -44,6 +51,48 @@ DEVICE void join_rows(float (&of)[MINE], float* exchange, Join join) {
         const float* said = exchange + my_column(c);
         of[c] = join(join(said[0], said[ROWS]), join(said[2 * ROWS], said[3 * ROWS]));
     }
+}
+
+// What a thread has of an unfinished state: sums over values, and of each query vector the largest score and the sum of weights.
+struct State {
+    float out[PARTS][ROWS / 2], top[MINE], sum[MINE];
+
+    void clear() {
+        UNROLL
+        for (u32 part = 0; part < PARTS; part++)
+            UNROLL
+            for (u32 i = 0; i < ROWS / 2; i++) out[part][i] = 0.0f;
+        UNROLL
+        for (u32 c = 0; c < MINE; c++) top[c] = -infinity(), sum[c] = 0.0f;
+    }
+};
+
+// Joins the state of keys to the left, of which `left` tells the floats in order; as merge.cu joins nodes.
+template <class Left>
+DEVICE void joined(State& state, Left left) {
+    float fa[MINE], fb[MINE];
+    UNROLL
+    for (u32 c = 0; c < MINE; c++) {
+        const float top = left(PARTS * ROWS / 2 + c), sum = left(PARTS * ROWS / 2 + MINE + c);
+        const bool none = top == -infinity() && sum == sum, all = state.top[c] == -infinity() && state.sum[c] == state.sum[c];
+        const float m = most(top, state.top[c]), reference = m == -infinity() ? 0.0f : m;
+        // Empty states are identities; one whose sum is NaN is not empty.
+        fa[c] = none ? 0.0f : all ? 1.0f : ex2(top - reference);
+        fb[c] = all ? 0.0f : none ? 1.0f : ex2(state.top[c] - reference);
+        if (all) state.top[c] = top, state.sum[c] = sum;
+        else if (!none) state.top[c] = m, state.sum[c] = fused(sum, fa[c], state.sum[c] * fb[c]);
+    }
+    UNROLL
+    for (u32 part = 0; part < PARTS; part++)
+        UNROLL
+        for (u32 i = 0; i < ROWS / 2; i++) {
+            const u32 c = i / 4 * 2 + i % 2;
+            state.out[part][i] = fused(left(part * ROWS / 2 + i), fa[c], state.out[part][i] * fb[c]);
+        }
+}
+DEVICE float ours(const State& state, u32 i) {
+    constexpr u32 SUMS = PARTS * ROWS / 2;
+    return i < SUMS ? state.out[i / (ROWS / 2)][i % (ROWS / 2)] : i < SUMS + MINE ? state.top[i - SUMS] : state.sum[i - SUMS - MINE];
 }
 
 DEVICE void store(const Attend& p, const Unit& unit, const float (&out)[PARTS][ROWS / 2], const float (&factors)[MINE]) {
@@ -77,15 +126,25 @@ DEVICE void consume(const Attend& p, u8* shared, Told& told) {
     Turn turn{0, 0};
     u32 said = 0;
     each_told(told, [&](const Unit& unit) {
-        float out[PARTS][ROWS / 2], top[MINE], sum[MINE];
-        UNROLL
-        for (u32 part = 0; part < PARTS; part++)
-            UNROLL
-            for (u32 i = 0; i < ROWS / 2; i++) out[part][i] = 0.0f;
-        UNROLL
-        for (u32 c = 0; c < MINE; c++) top[c] = -infinity(), sum[c] = 0.0f;
+        State state;
+        auto& out = state.out;
+        auto& top = state.top;
+        auto& sum = state.sum;
+        state.clear();
+        State left;
+        bool waits = false, kept = false;
         const u32 begin = unit.tile(), end = unit.tiles(), all_see = unit.limit(unit.first), lo = unit.lo;
         if (begin >= end) released(&told.queries_read);
+        const u32 leaf_keys = unit.row.leaf_keys;
+        float* keep = reinterpret_cast<float*>(shared + KEPT_AT) + thread_x() % GROUP;
+        auto finish_leaf = [&](u32 leaf, bool last) {
+            join_rows(sum, exchange + said * WARPS * ROWS, [](float a, float b) { return a + b; });
+            said ^= 1;
+            if (!TREES) return;
+            if (leaf % 2 == 1 && waits) joined(state, [&](u32 i) { return ours(left, i); });
+            if (leaf % 2 == 1) waits = false;
+            if (leaf / 2 == 1 && kept && (leaf % 2 == 1 || last)) joined(state, [&](u32 i) { return keep[i * GROUP]; });
+        };
         NO_UNROLL
         for (u32 tile = begin; tile < end; tile++) {
             const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
@@ -169,10 +228,22 @@ DEVICE void consume(const Attend& p, u8* shared, Told& told) {
             for (u32 part = 0; part < PARTS; part++) pin(out[part]);
             released(&told.empty[turn.slot]);
             turn.next();
-        }
 
-        join_rows(sum, exchange + said * WARPS * ROWS, [](float a, float b) { return a + b; });
-        said ^= 1;
+            const bool last = tile + 1 == end;
+            if (!TREES || last || (tile + 1) * KEYS % leaf_keys != 0) continue;
+            // A leaf ends, and there are more.
+            const u32 leaf = tile * KEYS / leaf_keys % 4;
+            finish_leaf(leaf, false);
+            if (leaf % 2 == 0) {
+                left = state, waits = true;
+            } else {
+                UNROLL
+                for (u32 i = 0; i < OURS; i++) keep[i * GROUP] = ours(state, i);
+                kept = true;
+            }
+            state.clear();
+        }
+        finish_leaf(begin < end ? (end - 1) * KEYS / leaf_keys % 4 : 0, true);
         float factors[MINE];
         UNROLL
         for (u32 c = 0; c < MINE; c++) {

@@ -5,8 +5,7 @@
 // than ROWS query vectors are cut into pieces, which read the same latents.
 //
 // Defines: Q_TYPE (1 bf16, 2 f16), ROWS (query vectors a block), DEPTH (lanes of a latent, padded to a multiple of 64), WIDTH
-// (lanes of its value, padded to 128, 256 or 512), STAGES (tiles of the ring), AHEAD (whether a tile is asked of memory
-// before the ring has room for it), PIECES (of the largest item, a multiple of those that one token's heads make).
+// (lanes of its value, padded to 128, 256 or 512), STAGES (tiles of the ring), PIECES (of the largest item, a multiple of those that one token's heads make).
 #pragma once
 
 #include "finish.cuh"
@@ -106,7 +105,7 @@ DEVICE void put(u8* to, const Element* a, const Element* b, u32 at, u32 C, u32 D
     if (aligned) {
         const bool there = a && at < D;
         const Element* from = at < C ? a + at : b + (at - C);
-        cp_async_16(to, there ? from : reinterpret_cast<const Element*>(16), there);
+        cp_async_16(to, there ? from : a, there);
         return;
     }
     u32 words[4];
@@ -143,15 +142,6 @@ DEVICE Latents latents_of(const Keys& keys, const Unit& unit, u32 tile) {
     }
     return latents;
 }
-// Asks memory for a tile, so that it is near when the ring has room for it.
-DEVICE void foresee(const Latents& latents, u32 D) {
-    constexpr u32 LINE = 64;
-    UNROLL
-    for (u32 i = 0; i < TIMES; i++)
-        for (u32 at = thread_x() % PIECE * LINE; at < D; at += PIECE * LINE)
-            if (latents.at[i]) prefetch_l2(latents.at[i] + at);
-}
-
 // This thread's pieces of a tile. A latent as wide as the tile has none beyond it, and each copy is one instruction.
 DEVICE void fetch(u8* to, const Latents& latents, u32 D, bool aligned) {
     const u32 piece = thread_x() % PIECE;
@@ -215,6 +205,19 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
                 pe[i] = reinterpret_cast<const Element*>(queries.pe_at) + token * queries.pe_token + head * queries.pe_head;
             }
         }
+        if (aligned && C == WIDTH && D == DEPTH) {
+            UNROLL
+            for (u32 i = 0; i < QUERY_TIMES; i++) {
+                const bool there = nope[i] != nullptr;
+                const Element* from = there ? nope[i] + piece * PIECE : reinterpret_cast<const Element*>(p.q.at);
+                const Element* pe_from = there ? pe[i] + piece * PIECE : from;
+                UNROLL
+                for (u32 block = 0; block < DEPTH / LANES; block++)
+                    cp_async_16(shared + block * QUERY_BLOCK_BYTES + i * (QUERY_BLOCK_BYTES / QUERY_TIMES) + at,
+                                block < WIDTH / LANES ? from + block * LANES : pe_from + (block * LANES - WIDTH), there);
+            }
+            return;
+        }
         NO_UNROLL
         for (u32 block = 0; block < DEPTH / LANES; block++)
             UNROLL
@@ -233,7 +236,6 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
             if (tile < end) {
                 const Latents latents = next;
                 next = latents_of(keys, unit, tile + 1);
-                if (AHEAD) foresee(next, D);
                 mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
                 fetch(shared + RING_AT + turn.slot * TILE_BYTES + at, latents, D, aligned);
                 announce(&told.full[turn.slot], aligned);

@@ -80,7 +80,8 @@ DEVICE void store(const Attend& p, const Unit& unit, const float (&sums)[HALF / 
 DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
     float* factors = reinterpret_cast<float*>(shared + FACTORS_AT);
     const u32 row = my_row(), t = lane() % 4;
-    const float scale = p.scale * LOG2_E;
+    // Scores grow with what they are made of, but for a scale that is not positive: then they are scaled first.
+    const float scale = p.scale * LOG2_E, step = scale > 0.0f ? scale : 1.0f;
     // Where this lane's row of each pair of 8 x 8 matrices of weights goes; pieces are turned by the row.
     const u32 weight_row = warp() % 4 * 16 + lane() % 16;
     u8* weights = shared + WEIGHTS_AT + weight_row * LANES * 2;
@@ -115,8 +116,10 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
         NO_UNROLL
         for (u32 tile = begin; tile < end; tile++) {
             const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
-            UNROLL
-            for (u32 i = 0; i < KEYS / 2; i++) scores[i] *= scale;
+            if (!(scale > 0.0f)) {
+                UNROLL
+                for (u32 i = 0; i < KEYS / 2; i++) scores[i] *= scale;
+            }
             if (tile * KEYS < lo || tile * KEYS + KEYS > all_see) {
                 UNROLL
                 for (u32 i = 0; i < KEYS / 2; i++) {
@@ -128,25 +131,26 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
             UNROLL
             for (u32 r = 0; r < 2; r++) {
                 // A NaN is passed over here, and makes the sum NaN.
-                float most_now = top[r];
+                float most_now = -infinity();
                 UNROLL
                 for (u32 j = 0; j < KEYS / 8; j++)
                     most_now = larger(most_now, larger(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
                 most_now = larger(most_now, shfl_xor(most_now, 1));
                 most_now = larger(most_now, shfl_xor(most_now, 2));
+                most_now = larger(top[r], most_now * step);
                 const float reference = most_now == -infinity() ? 0.0f : most_now;
                 alpha[r] = top[r] == -infinity() ? 1.0f : ex2(top[r] - most_now);
                 top[r] = most_now;
-                float now = 0.0f;
+                float now[2] = {0.0f, 0.0f};
                 UNROLL
                 for (u32 j = 0; j < KEYS / 8; j++)
                     UNROLL
                     for (u32 e = 0; e < 2; e++) {
                         float& s = scores[4 * j + 2 * r + e];
-                        s = ex2(s - reference);
-                        now += s;
+                        s = ex2(fused(s, step, -reference));
+                        now[e] += s;
                     }
-                sum[r] = sum[r] * alpha[r] + now;
+                sum[r] = sum[r] * alpha[r] + (now[0] + now[1]);
             }
             u32 packed[KEYS / 16][4];
             UNROLL

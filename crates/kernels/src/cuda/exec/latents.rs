@@ -2,9 +2,9 @@
 
 use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
-use crate::paged::{LATENT_LANES, Stored};
+use crate::paged::{LATENT_LANES, LATENT_TREE_HEADS, Stored, latents_in_tensors};
 use crate::work::{Item, WorkList};
-use crate::{DType, Kernels, paged};
+use crate::{Kernels, paged};
 
 use super::Choice;
 use super::params::{Walk, number};
@@ -12,9 +12,6 @@ use super::params::{Walk, number};
 const THREADS: u32 = 256;
 /// Latents a tile.
 const KEYS: usize = 32;
-/// The widest latent and value that results and queries have room for.
-const MAX_DEPTH: usize = 640;
-const MAX_WIDTH: usize = 512;
 /// Bytes of shared memory that a multiprocessor keeps of each block.
 const RESERVED: usize = 1024;
 
@@ -34,28 +31,34 @@ pub(super) fn choose(work: &WorkList, walk: Walk, context: &Context) -> Option<C
     let largest = items.iter().map(lanes).max().unwrap_or(0).max(heads);
     // Lists to come, which a captured run goes over, may have items of as many tokens as there can be.
     let most = largest.max((LATENT_LANES / heads).max(1) * heads);
-    match work.kernels.settled() {
-        Kernels::Wgmma => hopper(geometry, largest, most, context),
-        Kernels::Auto | Kernels::Mma => None,
+    let kernels = work.kernels.settled();
+    if kernels != Kernels::Mma
+        && let Some(choice) = hopper(geometry, walk, largest, most, context)
+    {
+        return Some(choice);
     }
-    .or_else(|| variant(Key::new(Unit::LATENT, "latent_attend"), geometry, largest, most, context))
+    variant(Key::new(Unit::LATENT, "latent_attend"), geometry, largest, most, context)
 }
 
 /// The Hopper's kernel for items of mostly up to `usual` query vectors, at most `most`; `None` on another card, and for what there
 /// is none for.
-fn hopper(geometry: &paged::Geometry, usual: usize, most: usize, context: &Context) -> Option<Choice> {
-    let (depth, width) = (geometry.head_dim_qk, geometry.head_dim_vo);
-    let types = (geometry.q_dtype, geometry.kv_dtype);
-    if context.arch() != (9, 0)
-        || !matches!(types, (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16))
-        || width > MAX_WIDTH
-    {
+fn hopper(
+    geometry: &paged::Geometry,
+    walk: Walk,
+    usual: usize,
+    most: usize,
+    context: &Context,
+) -> Option<Choice> {
+    if !context.is_hopper() || !latents_in_tensors(geometry) {
         return None;
     }
-    let (depth, width) = (depth.next_multiple_of(64), width.next_power_of_two().max(128));
-    let (unit, entry, rows, threads) = match usual {
-        0..=16 => (Unit::LATENT_FEW, "latent_few", 16, 256),
-        17..=32 => (Unit::LATENT_FEW, "latent_few", 32, 256),
+    let depth = geometry.head_dim_qk.next_multiple_of(64);
+    let width = geometry.head_dim_vo.next_power_of_two().max(128);
+    // Which of the two changes bits, and so follows from the heads and the row's family; how many rows a block of the first has does not.
+    let few = walk == Walk::Few && geometry.num_qo_heads <= 32;
+    let (unit, entry, rows, threads) = match (few, usual) {
+        (true, 0..=LATENT_TREE_HEADS) => (Unit::LATENT_FEW, "latent_few", 16, 256),
+        (true, _) => (Unit::LATENT_FEW, "latent_few", 32, 256),
         _ => (Unit::LATENT_WIDE, "latent_wide", 64, 384),
     };
     let all = context.shared_per_block_optin() as usize;
@@ -67,19 +70,22 @@ fn hopper(geometry: &paged::Geometry, usual: usize, most: usize, context: &Conte
         .with("DEPTH", depth as i64)
         .with("WIDTH", width as i64)
         .with("STAGES", stages as i64)
-        .with("AHEAD", 1)
         .with("PIECES", most.div_ceil(rows).next_multiple_of(sure) as i64);
     Some(Choice { key, threads, shared: hopper_shared(rows, depth, width, stages) as u32 })
 }
 
 /// As `SHARED_BYTES` in `cu/latent_few.cu`, or `cu/latent_wide.cu` for 64 rows: queries, tiles, weights, what warps tell each other,
-/// marks and units.
+/// marks, units, and a state that waits.
 fn hopper_shared(rows: usize, depth: usize, width: usize, stages: usize) -> usize {
     const KEYS: usize = 64;
     const UNIT: usize = 128;
     let told = if rows == 64 { rows * 4 } else { 2 * 4 * rows * 4 };
-    let tile = depth.next_multiple_of(64).max(width) * KEYS * 2;
-    rows * depth * 2 + stages * tile + rows * KEYS * 2 + told + (2 * stages + 2) * 8 + 2 * UNIT
+    let tile = depth.max(width) * KEYS * 2;
+    let until_kept =
+        rows * depth * 2 + stages * tile + rows * KEYS * 2 + told + (2 * stages + 2) * 8 + 2 * UNIT;
+    // Sums over values, and two numbers a query vector and thread.
+    let kept = if rows == 16 { width * rows * 4 + 2 * rows / 4 * 128 * 4 } else { 0 };
+    until_kept.next_multiple_of(16) + kept
 }
 
 /// Blocks that can share an item of a kernel.
@@ -97,11 +103,7 @@ pub(super) fn variant(
     context: &Context,
 ) -> Option<Choice> {
     let (depth, width) = (geometry.head_dim_qk, geometry.head_dim_vo);
-    let types = (geometry.q_dtype, geometry.kv_dtype);
-    if !matches!(types, (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16))
-        || depth > MAX_DEPTH
-        || width > MAX_WIDTH
-    {
+    if !latents_in_tensors(geometry) {
         return None;
     }
     let (depth, width) = (depth.next_multiple_of(64), width.next_multiple_of(128));

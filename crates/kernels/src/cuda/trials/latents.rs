@@ -3,10 +3,11 @@
 use crate::mla::{AttendParams, Geometry, Variant, attend};
 use crate::paged::PageTable;
 use crate::plan::{Capacity, Latents, Plan, PlanOptions};
-use crate::{DType, Stream};
+use crate::{DType, Kernels, Stream};
 
 use super::memory::{Outputs, Pages, indptr, queries, scratch};
-use super::{Bits, DEVICE, Family, Row, Setting, ragged};
+use super::{Bits, DEVICE, Family, Row, Setting, ragged, row, stream};
+use crate::paged::forced;
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OverLatents {
@@ -14,11 +15,12 @@ pub(super) struct OverLatents {
     pub(super) c: usize,
     pub(super) e: usize,
     pub(super) page: usize,
+    pub(super) kernels: Kernels,
 }
 
 impl OverLatents {
     pub(super) fn narrow() -> OverLatents {
-        OverLatents { h: 6, c: 48, e: 16, page: 16 }
+        OverLatents { h: 6, c: 48, e: 16, page: 16, kernels: Kernels::Auto }
     }
 
     pub(super) fn geometry(&self, dtype: DType) -> Geometry {
@@ -43,7 +45,7 @@ impl Family for OverLatents {
     }
 
     fn run(&self, stream: &Stream, set: &Setting, rows: &[Row]) -> Vec<Bits> {
-        let OverLatents { h, c, e, page } = *self;
+        let OverLatents { h, c, e, page, kernels } = *self;
         let (geometry, dtype, junk) = (self.geometry(set.dtype), set.dtype, set.junk);
         let variant = Variant { sm_scale: 0.13, causal: true };
         let batches = set.batches(rows);
@@ -55,7 +57,7 @@ impl Family for OverLatents {
             tokens: most(&|row| row.q) + set.pad,
             pages: most(&|row| row.kv.div_ceil(page)) + 5,
         });
-        let options = PlanOptions { device: DEVICE, capacity, ..PlanOptions::default() };
+        let options = PlanOptions { device: DEVICE, kernels, capacity, ..PlanOptions::default() };
         let mut plan: Option<Plan<Latents>> = None;
         let mut kept = None;
         for rows in batches {
@@ -101,5 +103,22 @@ impl Family for OverLatents {
             stream.synchronize().unwrap();
         }
         kept.expect("a batch was run").0.rows(stream, rows)
+    }
+}
+
+/// Leaves may be joined by the block that summed them or by a merge: the bits are the same.
+#[test]
+fn an_item_of_several_leaves_has_the_bits_of_several_items() {
+    let Some(owned) = stream("an_item_of_several_leaves") else { return };
+    // 1 to 9 leaves of 512 keys, whole and not, one that begins late in its tree, and rows of no key.
+    let company = [(1, 4500), (1, 1536), (2, 1030), (1, 512), (1, 513), (1, 7), (1, 0), (2, 2600)];
+    let company: Vec<Row> = company.into_iter().zip(0..).map(|((q, kv), id)| row(id, q, kv)).collect();
+    let family = OverLatents { c: 80, ..OverLatents::narrow() };
+    for dtype in [DType::Bf16, DType::F16] {
+        let run =
+            |level| forced::with_level(level, || family.run(&owned.stream(), &Setting::of(dtype), &company));
+        let apart = run(0);
+        assert_eq!(apart, run(1), "two leaves an item");
+        assert_eq!(apart, run(2), "four leaves an item");
     }
 }

@@ -27,7 +27,7 @@ mod segments;
 mod sparse;
 
 use crate::cuda::{Context, OwnedStream};
-use crate::{DType, Device, Stream};
+use crate::{DType, Device, Kernels, Stream};
 
 use blocks::InBlocks;
 use heads::OverHeads;
@@ -165,6 +165,7 @@ fn families() -> Vec<Box<dyn Family>> {
     vec![
         Box::new(OverHeads::narrow()),
         Box::new(OverLatents::narrow()),
+        Box::new(OverLatents { kernels: Kernels::Mma, ..OverLatents::narrow() }),
         Box::new(OverSegments::narrow(Prefixes::Pages)),
         Box::new(OverSegments::narrow(Prefixes::Packed)),
         Box::new(InBlocks::narrow()),

@@ -13,7 +13,7 @@ use crate::flex::{MaskMod, ScoreMod};
 use crate::lse::{Merged, Partial, merge_all_natural_at};
 use crate::paged::Variant;
 use crate::synth::{Kind, fill_at};
-use crate::{DType, Stream};
+use crate::{DType, Kernels, Stream};
 
 use super::blocks::{BLOCK, InBlocks, STORED};
 use super::heads::OverHeads;
@@ -127,15 +127,21 @@ fn blocks(runner: &Runner) {
 }
 
 fn latents(runner: &Runner) {
-    let of = |h, c, e| OverLatents { h, c, e, page: 16 };
+    let of = |h, c, e| OverLatents { h, c, e, page: 16, kernels: Kernels::Auto };
+    let mma = |h, c, e| OverLatents { kernels: Kernels::Mma, ..of(h, c, e) };
     for (dtype, family, shared) in [
         (F32, of(2, 512, 64), HOPPER),
         (BF16, of(16, 512, 64), HOPPER),
-        (BF16, of(32, 512, 64), HOPPER),
+        (F16, of(32, 512, 64), HOPPER),
         (BF16, of(128, 512, 64), HOPPER),
-        (F16, of(64, 512, 128), HOPPER),
-        (F16, of(32, 256, 64), HOPPER),
-        (F16, of(16, 48, 16), HOPPER),
+        (F16, of(64, 512, 0), HOPPER),
+        (F16, of(8, 48, 16), HOPPER),
+        (BF16, mma(16, 512, 64), HOPPER),
+        (BF16, mma(32, 512, 64), HOPPER),
+        (BF16, mma(128, 512, 64), HOPPER),
+        (F16, mma(64, 512, 128), HOPPER),
+        (F16, mma(32, 256, 64), HOPPER),
+        (F16, mma(16, 48, 16), HOPPER),
         (BF16, of(16, 512, 64), AMPERE),
         (BF16, of(128, 512, 64), AMPERE),
     ] {
