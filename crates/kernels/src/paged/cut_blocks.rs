@@ -72,29 +72,6 @@ fn latent_level(list: &WorkList) -> u32 {
     (0..=LATENT_LEAVES).rev().find(|level| all >> level >= MANY_LATENTS).unwrap_or(0)
 }
 
-/// Tests say how many leaves an item has.
-#[cfg(test)]
-pub(crate) mod forced {
-    use std::cell::Cell;
-
-    thread_local! {
-        static LEVEL: Cell<Option<u32>> = const { Cell::new(None) };
-    }
-
-    pub(super) fn level() -> Option<u32> {
-        LEVEL.get()
-    }
-
-    /// What `run` cuts on this thread has items over latents of up to two to the `level` leaves.
-    #[allow(dead_code, reason = "trials are there with every feature alone")]
-    pub(crate) fn with_level<R>(level: u32, run: impl FnOnce() -> R) -> R {
-        LEVEL.set(Some(level));
-        let result = run();
-        LEVEL.set(None);
-        result
-    }
-}
-
 /// Whether a row's items have few query vectors.
 fn is_few(row: &Row) -> bool {
     row.family == Family::Decode as u32 || row.family == Family::Latent as u32
@@ -288,5 +265,28 @@ fn row(list: &mut WorkList, index: usize, level: Option<u32>, latents: u32, scra
         }
         list.max_lanes = list.max_lanes.max(lanes);
         q_begin += q_count;
+    }
+}
+
+/// Tests say how many leaves an item has.
+#[cfg(test)]
+pub(crate) mod forced {
+    use std::cell::Cell;
+
+    thread_local! {
+        static LEVEL: Cell<Option<u32>> = const { Cell::new(None) };
+    }
+
+    pub(super) fn level() -> Option<u32> {
+        LEVEL.get()
+    }
+
+    /// What `run` cuts on this thread has items over latents of up to two to the `level` leaves.
+    #[allow(dead_code, reason = "trials are there with every feature alone")]
+    pub(crate) fn with_level<R>(level: u32, run: impl FnOnce() -> R) -> R {
+        LEVEL.set(Some(level));
+        let result = run();
+        LEVEL.set(None);
+        result
     }
 }
