@@ -122,8 +122,8 @@ fn scores() -> Vec<Key> {
     // On Hopper: types of queries and keys, depth, heads, stages, alignment, blocks a multiprocessor.
     const WIDE: [[i64; 7]; 5] = [
         [1, 1, 128, 64, 3, 1, 3],
-        [1, 3, 128, 64, 7, 1, 3],
-        [2, 3, 64, 8, 8, 1, 3],
+        [1, 3, 128, 64, 3, 1, 5],
+        [2, 3, 64, 8, 8, 1, 5],
         [2, 2, 256, 40, 2, 1, 2],
         [1, 1, 128, 8, 4, 0, 3],
     ];

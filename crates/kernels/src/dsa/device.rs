@@ -127,6 +127,12 @@ impl DeviceTable {
         Ok(())
     }
 
+    /// Bytes that it has room for.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn room(&self) -> usize {
+        self.staged.capacity()
+    }
+
     /// Where kernels find it.
     pub fn address(&self) -> u64 {
         self.staged.address() as u64

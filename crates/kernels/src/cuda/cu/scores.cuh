@@ -18,8 +18,9 @@ struct Scores {
     u32 chunk;             // keys that a block takes at once
     u32* states;           // what the pick of these rows counts in, which is to be zeros; 16-byte aligned
     u64 state_words;       // a multiple of 4
+    u64 table_bytes;       // that the table has room for
 };
-static_assert(sizeof(Scores) == 136, "as in exec/select.rs");
+static_assert(sizeof(Scores) == 144, "as in exec/select.rs");
 
 // Zeros for the kernels behind this one.
 DEVICE void clear_states(const Scores& p) {

@@ -136,6 +136,15 @@ DEVICE void bring_keys(u8* to, u64 at, u32 width) {
         return reinterpret_cast<const u8*>(u64(shfl_idx(low, key)) | u64(shfl_idx(high, key)) << 32);
     };
     if (CODES) {
+        // Keys that follow each other in memory as they do here, from a multiple of 16 bytes on, are one run of bytes.
+        const u64 first = u64(shfl_idx(low, 0)) | u64(shfl_idx(high, 0)) << 32;
+        if (warp_all(width == DEPTH && first % 16 == 0 && at == first + l % WARP_KEYS * PITCH)) {
+            const u8* from = reinterpret_cast<const u8*>(first);
+            UNROLL
+            for (u32 byte = 0; byte < STAGE_BYTES; byte += 512)
+                if (byte + 512 <= STAGE_BYTES || byte + l * 16 < STAGE_BYTES) cp_async_16(to + byte + l * 16, from + byte + l * 16, true);
+            return;
+        }
         UNROLL
         for (u32 key = 0; key < WARP_KEYS; key++) {
             const u8* from = base(key);
@@ -203,7 +212,7 @@ DEVICE void advance(const Scores& p, Cursor& cursor) {
 // This block's run of tiles: where it begins, and how many.
 struct Run {
     Cursor first;
-    u64 count;
+    u32 count;
 };
 DEVICE Run run_of(const Scores& p, u32 end_row) {
     const u32 l = lane();
@@ -223,7 +232,7 @@ DEVICE Run run_of(const Scores& p, u32 end_row) {
         all += warp_add(tiles);
     }
     u64 begin = all * block_x() / grid_x(), end = all * (block_x() + 1) / grid_x();
-    Run run{Cursor{0, 0, 0}, end - begin};
+    Run run{Cursor{0, 0, 0}, u32(end - begin)};
     if (begin == end) return run;
     const bool once = end_row - p.row_begin <= 128;
     for (u32 first = p.row_begin; first < end_row; first += 128) {
@@ -255,6 +264,8 @@ DEVICE Run run_of(const Scores& p, u32 end_row) {
 
 MSTAR_KERNEL(scores_wide, Scores, THREADS, MIN_BLOCKS) {
     SHARED(shared);
+    // The table's first lines at once, which are read one after the other.
+    if (thread_x() * 128 < least(p.table_bytes, u64(4096))) prefetch_l2(reinterpret_cast<const u8*>(p.table) + thread_x() * 128);
     clear_states(p);
     const u32 w = warp(), l = lane(), g = l / 4, t = l % 4;
     const u32 end_row = least(p.row_end, p.table->rows);
@@ -265,11 +276,12 @@ MSTAR_KERNEL(scores_wide, Scores, THREADS, MIN_BLOCKS) {
     }
     const Run run = run_of(p, end_row);
     Cursor cursor = run.first, ahead = run.first;
-    u32 slots_row = ~0u;
     Slots slots{nullptr, 0, 0};
+    if (run.count > 0) slots = slots_of(p.table, request_of(p.table, ahead.row));
     // Where key l % 16 of the warp lies; past the end it is the last key, whose score is not stored.
     auto place = [&]() -> u64 {
-        if (slots_row != ahead.row) slots = slots_of(p.table, request_of(p.table, ahead.row)), slots_row = ahead.row;
+        // A row's first tile is of another row than the one before it.
+        if (ahead.tile == 0) slots = slots_of(p.table, request_of(p.table, ahead.row));
         u32 key = least(ahead.tile * TILE + w * WARP_KEYS + l % WARP_KEYS, ahead.seen - 1);
         return reinterpret_cast<u64>(p.keys) + u64(slot_at(slots, key, p.S, p.key_page, p.key_slot));
     };
@@ -296,15 +308,14 @@ MSTAR_KERNEL(scores_wide, Scores, THREADS, MIN_BLOCKS) {
 
     const u64 queries = tile_desc(shared, 16, 1024);
     const float* weights = reinterpret_cast<const float*>(shared + WEIGHTS_AT);
-    u32 loaded = ~0u, slot = 0;
+    u32 slot = 0;
     NO_UNROLL
-    for (u64 index = 0; index < run.count; index++) {
-        if (loaded != cursor.row) {
+    for (u32 index = 0; index < run.count; index++) {
+        if (index == 0 || cursor.tile == 0) {
             block_sync();
             stage_queries(p, cursor.row, shared);
             async_fence();
             block_sync();
-            loaded = cursor.row;
         }
         cp_async_wait<STAGES - 1>();
         warp_sync();

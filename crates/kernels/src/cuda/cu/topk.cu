@@ -68,13 +68,26 @@ DEVICE u32 sum_below(u32 v, u32* sums, u32& all) {
 struct Orders {
     u32 of[KEYS];
 };
-DEVICE Orders orders_at(const float* scores, u32 from, u32 seen) {
+// Asks for them, as far as the row has room: loads that need not wait for the table.
+struct Asked {
+    U4 fours[KEYS / 4];
+};
+DEVICE Asked ask(const Topk& p, u32 index) {
+    const float* scores = p.scores + i64(index / p.segments) * p.score_stride;
+    Asked r;
+    UNROLL
+    for (u32 i = 0; i < KEYS / 4; i++) {
+        i64 at = i64(index % p.segments) * SEGMENT + thread_x() * KEYS + i * 4;
+        r.fours[i] = at < p.score_stride ? load16(scores + at) : U4{0, 0, 0, 0};
+    }
+    return r;
+}
+DEVICE Orders orders_of(const Asked& asked, u32 from, u32 seen) {
     Orders r;
     UNROLL
     for (u32 four = 0; four < KEYS; four += 4) {
         u32 at = from + thread_x() * KEYS + four;
-        U4 v{0, 0, 0, 0};
-        if (at < seen) v = load16(scores + at);
+        const U4& v = asked.fours[four / 4];
         u32 words[4] = {v.x, v.y, v.z, v.w};
         UNROLL
         for (u32 i = 0; i < 4; i++) r.of[four + i] = at + i < seen ? order_of(bits_float(words[i])) : 0;
@@ -90,22 +103,20 @@ struct Unit {
 };
 DEVICE Unit unit_of(const Topk& p, u32 unit) {
     u32 row = p.row_begin + unit / p.segments, of_panel = unit / p.segments;
-    u32 seen = u32(least(i64(seen_of(p.table, row)), p.score_stride));
+    u32 seen = row >= p.table->rows ? 0 : u32(least(i64(seen_of(p.table, row)), p.score_stride));
     return Unit{row, unit % p.segments, seen, p.scores + i64(of_panel) * p.score_stride, p.states + u64(of_panel) * STATE};
 }
-DEVICE u32 units_of(const Topk& p) {
-    const u32 end_row = least(p.row_end, p.table->rows);
-    return end_row > p.row_begin ? (end_row - p.row_begin) * p.segments : 0;
-}
+DEVICE u32 units_of(const Topk& p) { return (p.row_end - p.row_begin) * p.segments; }
 
 MSTAR_KERNEL(topk_count, Topk, THREADS, 2) {
     SHARED(shared);
     u32* counts = reinterpret_cast<u32*>(shared);
     for (u32 index = block_x(); index < units_of(p); index += grid_x()) {
+        const Asked asked = ask(p, index);
         const Unit unit = unit_of(p, index);
         // A row that sees no more than it picks has nothing to count.
         if (unit.segment * SEGMENT >= unit.seen || unit.seen <= p.topk) continue;
-        const Orders orders = orders_at(unit.scores, unit.segment * SEGMENT, unit.seen);
+        const Orders orders = orders_of(asked, unit.segment * SEGMENT, unit.seen);
         block_sync();
         UNROLL
         for (u32 i = 0; i < GROUP / 4; i++) store16(counts + (i * THREADS + thread_x()) * 4, U4{0, 0, 0, 0});
@@ -133,11 +144,11 @@ MSTAR_KERNEL(topk_count, Topk, THREADS, 2) {
 struct Last {
     u32 of, left;
 };
-DEVICE Last last_of(const u32* state, u32 topk, u32* shared) {
+// Threads have a group each, from the top, which `here` is the count of.
+DEVICE u32 my_group() { return THREADS - 1 - thread_x(); }
+DEVICE Last last_of(const u32* state, u32 here, u32 topk, u32* shared) {
     u32* found = shared + FOUND_AT;
-    // Threads take a group each, from the top.
-    u32 group = THREADS - 1 - thread_x(), all;
-    u32 here = state[GROUPS_AT + group], before = sum_below(here, shared, all);
+    u32 group = my_group(), all, before = sum_below(here, shared, all);
     if (all <= topk) return Last{0, 0};
     if (before < topk && topk <= before + here) {
         U4 four[GROUP / 4];
@@ -204,10 +215,19 @@ DEVICE void write_picks(const Topk& p, const Unit& unit, u32 left, u32* shared) 
     const bool fits = length <= MOST_LISTED;
     u32* list = fits ? shared + LIST_AT : lists;
     if (fits) {
+        // Many loads a lane before the first is stored.
+        constexpr u32 AHEAD = 8;
         for (u32 segment = warp(); segment < segments; segment += WARPS) {
             const u32 start = starts[segment], count = end_of(segment) - start;
             const u32* from = lists + u64(segment) * SEGMENT;
-            for (u32 i = lane(); i < count; i += 32) list[start + i] = from[i];
+            for (u32 first = lane(); first < count; first += 32 * AHEAD) {
+                u32 entries[AHEAD];
+                UNROLL
+                for (u32 i = 0; i < AHEAD; i++) entries[i] = first + 32 * i < count ? from[first + 32 * i] : 0;
+                UNROLL
+                for (u32 i = 0; i < AHEAD; i++)
+                    if (first + 32 * i < count) shared[LIST_AT + start + first + 32 * i] = entries[i];
+            }
         }
     } else {
         for (u32 segment = 1; segment < segments; segment++) {
@@ -255,12 +275,15 @@ MSTAR_KERNEL(topk_pick, Topk, THREADS, 2) {
     u32* shared = reinterpret_cast<u32*>(memory);
     u32* found = shared + FOUND_AT;
     for (u32 index = block_x(); index < units_of(p); index += grid_x()) {
+        const Asked asked = ask(p, index);
+        const u32 here = p.states[u64(index / p.segments) * STATE + GROUPS_AT + my_group()];
         const Unit unit = unit_of(p, index);
+        if (unit.row >= p.table->rows) continue;
         const u32 from = unit.segment * SEGMENT, segments = most(1u, (unit.seen + SEGMENT - 1) / SEGMENT);
         if (unit.segment >= segments) continue;
-        const Orders orders = orders_at(unit.scores, from, unit.seen);
+        const Orders orders = orders_of(asked, from, unit.seen);
         Last last{0, 0};
-        if (unit.seen > p.topk) last = last_of(unit.state, p.topk, shared);
+        if (unit.seen > p.topk) last = last_of(unit.state, here, p.topk, shared);
         u32 entries[KEYS], kept = 0;
         UNROLL
         for (u32 i = 0; i < KEYS; i++) {

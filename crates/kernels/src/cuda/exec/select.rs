@@ -54,6 +54,7 @@ struct Scores {
     chunk: u32,
     states: u64,
     state_words: u64,
+    table_bytes: u64,
 }
 
 /// As `Topk` in `cu/topk.cu`.
@@ -85,7 +86,7 @@ struct Quantise {
     width: u32,
 }
 
-const _: () = assert!(size_of::<Scores>() == 136 && size_of::<Topk>() == 72 && size_of::<Quantise>() == 40);
+const _: () = assert!(size_of::<Scores>() == 144 && size_of::<Topk>() == 72 && size_of::<Quantise>() == 40);
 
 /// Floats from one row's scores to the next.
 fn stride(keys: usize) -> usize {
@@ -156,8 +157,9 @@ fn choose_wide(
             .find(|&stages| wide_bytes(codes, heads, depth, stages) <= each)
             .map(|stages| (blocks, stages))
     };
+    let most = if codes { 5 } else { 3 };
     let (blocks, stages) =
-        [3, 2, 1].into_iter().filter(|&blocks| depth <= 128 || blocks < 3).find_map(fits)?;
+        [most, 2, 1].into_iter().filter(|&blocks| depth <= 128 || blocks < 3).find_map(fits)?;
     let key = Key::new(Unit::SCORES_WIDE, "scores_wide")
         .with("Q_TYPE", number(q))
         .with("KEY_TYPE", if codes { 3 } else { number(format.dtype()) })
@@ -277,6 +279,7 @@ fn score(
         chunk: chunk as u32,
         states: states.0,
         state_words: states.1 as u64,
+        table_bytes: table.room() as u64,
     };
     let blocks = slots.min(u32::try_from(units(chunk)).unwrap_or(u32::MAX));
     let how = Launch { grid: [blocks, 1, 1], block: choice.threads, shared: choice.shared };
