@@ -26,14 +26,20 @@ pub fn workspace_bound(
         q_dtype: geometry.dtype,
         kv_dtype: geometry.kv_dtype,
     };
-    pages::workspace_bound(largest, |rows| {
-        let mut most = 0;
-        for cascade in [false, true] {
-            let options = PlanOptions { workers, cascade, device, ..PlanOptions::default() };
-            most = most.max(bytes(&geometry, rows, &options)?);
-        }
-        Ok(most)
-    })
+    // On a device a shorter row may have more leaves: most where its length is a power of two.
+    let shorter =
+        StepShape { kv_len: (largest.kv_len / 2 + 1).next_power_of_two().min(largest.kv_len), ..largest };
+    let bytes_of = |shape: StepShape| {
+        pages::workspace_bound(shape, |rows| {
+            let mut most = 0;
+            for cascade in [false, true] {
+                let options = PlanOptions { workers, cascade, device, ..PlanOptions::default() };
+                most = most.max(bytes(&geometry, rows, &options)?);
+            }
+            Ok(most)
+        })
+    };
+    Ok(bytes_of(largest)?.max(bytes_of(shorter)?))
 }
 
 fn bytes(geometry: &Geometry, rows: &pages::RowTable<'_>, options: &PlanOptions) -> Result<usize> {

@@ -193,19 +193,25 @@ fn dense_bound(geometry: &Geometry, largest: StepShape, workers: usize, device: 
     // Scratch depends on lengths and not on pages: each row gets one page.
     let geometry = Geometry { page_size: largest.kv_len.max(1), ..*geometry };
     let options = PlanOptions { workers, device, ..PlanOptions::default() };
-    workspace_bound(largest, |rows| {
-        let table = PageTable {
-            qo_indptr: rows.qo_indptr,
-            kv_indptr: rows.kv_indptr,
-            kv_indices: rows.kv_indices,
-            kv_last_page_len: rows.kv_last_page_len,
-            num_pages: rows.num_pages,
-            ..PageTable::default()
-        };
-        let variant = Variant { sm_scale: 1.0, causal: rows.causal };
-        Ok(mstar_kernels::plan::Plan::<Latents>::new(&geometry, &variant, &table, &options)?
-            .workspace_bytes())
-    })
+    // On a device a shorter row may have more leaves: most where its length is a power of two.
+    let shorter =
+        StepShape { kv_len: (largest.kv_len / 2 + 1).next_power_of_two().min(largest.kv_len), ..largest };
+    let bytes_of = |shape: StepShape| {
+        workspace_bound(shape, |rows| {
+            let table = PageTable {
+                qo_indptr: rows.qo_indptr,
+                kv_indptr: rows.kv_indptr,
+                kv_indices: rows.kv_indices,
+                kv_last_page_len: rows.kv_last_page_len,
+                num_pages: rows.num_pages,
+                ..PageTable::default()
+            };
+            let variant = Variant { sm_scale: 1.0, causal: rows.causal };
+            Ok(mstar_kernels::plan::Plan::<Latents>::new(&geometry, &variant, &table, &options)?
+                .workspace_bytes())
+        })
+    };
+    Ok(bytes_of(largest)?.max(bytes_of(shorter)?))
 }
 
 #[cfg(test)]

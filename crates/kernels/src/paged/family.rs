@@ -6,7 +6,7 @@
 use crate::DType;
 use crate::work::ONE_LEAF;
 
-use super::Geometry;
+use super::{Geometry, Target};
 
 /// Keys a leaf of the decode family.
 pub const DECODE_LEAF: u32 = 512;
@@ -41,6 +41,12 @@ pub(crate) fn latents_in_tensors(geometry: &Geometry) -> bool {
         && geometry.head_dim_qk <= LATENT_DEPTH
         && geometry.head_dim_vo <= LATENT_WIDTH
 }
+
+/// Query heads up to which few query vectors are worth a kernel of their own over latents.
+pub(crate) const LATENT_FEW_HEADS: usize = 32;
+
+/// Most keys of a leaf of the latent family on a device.
+pub(crate) const LATENT_LONGEST_LEAF: u32 = 4096;
 
 /// Query vectors (tokens times heads) that an item of latent attention takes, unless one token has more heads.
 pub const LATENT_LANES: usize = 64;
@@ -78,6 +84,18 @@ pub(crate) enum Stored {
 }
 
 impl Stored {
+    /// Keys a leaf of a row. Over latents under many heads a device's blocks have no room for a second state, so that rows there have
+    /// about four leaves, whatever their length: more would be as many states in memory.
+    pub(crate) fn leaf_keys(self, geometry: &Geometry, target: Target, q_len: usize, kv_len: u32) -> u32 {
+        match self.family(geometry, q_len) {
+            Family::Latent if target == Target::Blocks && geometry.group() > LATENT_FEW_HEADS => {
+                (kv_len.clamp(1, LATENT_LONGEST_LEAF * 4).next_power_of_two() / 4)
+                    .clamp(LATENT_LEAF, LATENT_LONGEST_LEAF)
+            }
+            family => family.leaf_keys(q_len),
+        }
+    }
+
     /// The family of a row of `q_len` query tokens.
     pub(crate) fn family(self, geometry: &Geometry, q_len: usize) -> Family {
         match self {

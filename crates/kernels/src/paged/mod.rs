@@ -30,7 +30,7 @@ pub(crate) use family::blocks_leaf;
 pub(crate) use family::in_halves;
 pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
 #[cfg(feature = "cuda")]
-pub(crate) use family::{LATENT_TREE_HEADS, latents_in_tensors};
+pub(crate) use family::{LATENT_FEW_HEADS, LATENT_TREE_HEADS, latents_in_tensors};
 pub use geometry::{Geometry, MAX_HEAD_DIM};
 pub(crate) use schedule::Scratch;
 #[cfg(feature = "paged")]

@@ -131,7 +131,7 @@ pub(crate) fn schedule_as(
     let rows = table.num_rows();
     list.pages.extend_from_slice(&table.kv_indices[..table.kv_indptr[rows] as usize]);
     for index in 0..rows {
-        let mut row = table.row(geometry, stored, index);
+        let mut row = table.row(geometry, stored, options.target, index);
         table.pack_mask(index, &mut row, &mut list.mask);
         list.rows.push(row);
     }
@@ -227,7 +227,7 @@ pub(crate) fn is_for(
     let used = usize::try_from(table.kv_indptr[rows]).unwrap_or(usize::MAX);
     table.kv_indices.get(..used) == Some(&list.pages[..])
         && table.check_rows(geometry).is_ok()
-        && (0..rows).all(|row| table.row(geometry, stored, row) == list.rows[row])
+        && (0..rows).all(|row| table.row(geometry, stored, list.target, row) == list.rows[row])
 }
 
 /// Keys that some query among tokens `q_begin..q_end` of a row may see, as absolute positions.

@@ -2,7 +2,7 @@
 
 use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
-use crate::paged::{LATENT_LANES, LATENT_TREE_HEADS, Stored, latents_in_tensors};
+use crate::paged::{LATENT_FEW_HEADS, LATENT_LANES, LATENT_TREE_HEADS, Stored, latents_in_tensors};
 use crate::work::{Item, WorkList};
 use crate::{Kernels, paged};
 
@@ -55,7 +55,7 @@ fn hopper(
     let depth = geometry.head_dim_qk.next_multiple_of(64);
     let width = geometry.head_dim_vo.next_power_of_two().max(128);
     // Which of the two changes bits, and so follows from the heads and the row's family; how many rows a block of the first has does not.
-    let few = walk == Walk::Few && geometry.num_qo_heads <= 32;
+    let few = walk == Walk::Few && geometry.num_qo_heads <= LATENT_FEW_HEADS;
     let (unit, entry, rows, threads) = match (few, usual) {
         (true, 0..=LATENT_TREE_HEADS) => (Unit::LATENT_FEW, "latent_few", 16, 256),
         (true, _) => (Unit::LATENT_FEW, "latent_few", 32, 256),
