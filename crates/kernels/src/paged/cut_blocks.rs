@@ -152,10 +152,26 @@ pub(crate) fn cut_tokens(geometry: &Geometry, stored: Stored) -> usize {
     }
 }
 
+#[cfg(test)]
+thread_local!(static FORCED: std::cell::Cell<Option<u32>> = const { std::cell::Cell::new(None) });
+
+/// What `work` returns, with lists of this thread cut into items of up to `1 << level` leaves.
+#[cfg(test)]
+pub(crate) fn with_level<R>(level: u32, work: impl FnOnce() -> R) -> R {
+    FORCED.set(Some(level));
+    let done = work();
+    FORCED.set(None);
+    done
+}
+
 /// Leaves, as a power of two, that an item of the decode kernel takes; `None` for a list that it does not take.
 fn level(list: &WorkList) -> Option<u32> {
     if list.stored != Stored::Heads || !in_halves(&list.geometry) {
         return None;
+    }
+    #[cfg(test)]
+    if let Some(level) = FORCED.get() {
+        return Some(level);
     }
     let items = |level: u32| -> u64 {
         let of = |row: &Row| {

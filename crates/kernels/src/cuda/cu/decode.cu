@@ -416,6 +416,128 @@ DEVICE void leave(const Attend& p, const Job& job, u32 depth, u32 joins, bool fi
     }
 }
 
+// Up to 8 query vectors have a leaf's end of their own: a warp has whole rows of what the four make, so that their nodes wait for a
+// sibling in its registers, those of the two lowest heights, which come and go most; the others wait in memory.
+constexpr bool FEW_ROWS = ROWS == 16 && VALUES <= 128;
+constexpr u32 LOW = 2;
+struct Tree {
+    u32 waiting;        // a bit a height
+    u32 turn;           // which half of the area the next leaf takes
+    Node low[LOW][2];   // rows warp() and warp() + 4, columns 4 lane()..
+};
+// Where a warp's weighted sums lie while the four are joined.
+DEVICE float* few_at(float* sums, u32 of_warp, u32 height, u32 row, u32 column) {
+    return sums + (of_warp * height + row) * VALUES + (column ^ ((row & 3) << 3));
+}
+DEVICE void leave_few(const Attend& p, const Job& job, u32 leaf, u32 live, bool last, bool finished, u8* area, float* figures,
+                      Running& s, Tree& tree) {
+    const u32 g = lane() / 4, t = lane() % 4, level = task_of(p, job.index).level, column = 4 * lane();
+    // Of 4 rows there are two areas, taken in turns: who is late still reads the other.
+    const u32 height = live > 4 ? 8 : 4;
+    float* sums = reinterpret_cast<float*>(area) + tree.turn * (4 * 4 * VALUES);
+    float* m_of = figures + tree.turn * 64;
+    float* l_of = m_of + 32;
+    float m = top_of(s.m[0]), l = row_sum(s.l[0]);
+    if (g < live) {
+        if (t == 0) m_of[8 * warp() + g] = m, l_of[8 * warp() + g] = l;
+        UNROLL
+        for (u32 n = 0; n < COLUMNS; n++) {
+            float* at = few_at(sums, warp(), height, g, 8 * n + 2 * t);
+            at[0] = s.o[n][0], at[1] = s.o[n][1];
+        }
+    }
+    block_sync();
+    const bool mine = column < VALUES && job.column + column < p.Dv;
+    Node node[2];
+    UNROLL
+    for (u32 r = 0; r < 2; r++) {
+        u32 row = warp() + 4 * r;
+        node[r] = Node{-infinity(), 0.0f, Floats{0.0f, 0.0f, 0.0f, 0.0f}};
+        if (row >= live) continue;
+        float top = -infinity();
+        UNROLL
+        for (u32 w = 0; w < 4; w++) top = larger(top, m_of[8 * w + row]);
+        float reference = top == -infinity() ? 0.0f : top, sum[4];
+        Floats part[4];
+        UNROLL
+        for (u32 w = 0; w < 4; w++) {
+            float f = ex2(m_of[8 * w + row] - reference);
+            sum[w] = l_of[8 * w + row] * f;
+            Floats o{0.0f, 0.0f, 0.0f, 0.0f};
+            if (column < VALUES) o = floats_at(few_at(sums, w, height, row, column));
+            part[w] = Floats{o.x * f, o.y * f, o.z * f, o.w * f};
+        }
+        node[r] = Node{top, (sum[0] + sum[1]) + (sum[2] + sum[3]),
+                       sum_of_two(sum_of_two(part[0], part[1]), sum_of_two(part[2], part[3]))};
+    }
+    if (height == 4) tree.turn ^= 1;
+    else block_sync();
+    Output out;
+    out.state = nullptr, out.group = p.H / p.G, out.lanes = task_of(p, job.index).q_count * out.group, out.width = p.Dv;
+    out.head_begin = task_of(p, job.index).head * out.group, out.token_begin = task_of(p, job.index).token;
+    // Joined with left siblings that hold some of the item's leaves; the last leaf with all that waits.
+    u32 k = 0;
+    UNROLL
+    for (u32 low = 0; low < LOW; low++) {
+        if (k == low && (last || (low < level && (leaf >> low & 1)))) {
+            if (tree.waiting >> low & 1) {
+                UNROLL
+                for (u32 r = 0; r < 2; r++) node[r] = joined(tree.low[low][r], node[r]);
+            }
+            tree.waiting &= ~(1u << low);
+            k = low + 1;
+        }
+    }
+    NO_UNROLL
+    while (k >= LOW && (last ? tree.waiting >> k != 0 : k < level && (leaf >> k & 1))) {
+        if (tree.waiting >> k & 1) {
+            Output state = slot_at(p, out, task_of(p, job.index), popcount(tree.waiting >> (k + 1)));
+            UNROLL
+            for (u32 r = 0; r < 2; r++) {
+                u32 of = warp() + 4 * r;
+                if (of >= live) continue;
+                Node left{*state.m(of), *state.l(of), Floats{0.0f, 0.0f, 0.0f, 0.0f}};
+                if (mine) left.acc = floats_at(state.acc(of) + job.column + column);
+                node[r] = joined(left, node[r]);
+            }
+        }
+        tree.waiting &= ~(1u << k);
+        k++;
+    }
+    if (!last) tree.waiting |= 1u << k;
+    UNROLL
+    for (u32 low = 0; low < LOW; low++) {
+        if (!last && k == low) {
+            UNROLL
+            for (u32 r = 0; r < 2; r++) tree.low[low][r] = node[r];
+        }
+    }
+    if (!last && k < LOW) return;
+    Output state = out;
+    if (!finished) state = slot_at(p, out, task_of(p, job.index), last ? 0 : popcount(tree.waiting >> (k + 1)));
+    // All lanes have read what the first one is about to write over.
+    warp_sync();
+    UNROLL
+    for (u32 r = 0; r < 2; r++) {
+        u32 of = warp() + 4 * r, to = job.column + column;
+        if (of >= live) continue;
+        const Floats& acc = node[r].acc;
+        if (finished) {
+            float f = finish(p, out, of, node[r].m, node[r].l, to == 0);
+            T* at = output_row<T>(p, out, of) + to;
+            if (mine) store_pair(at, acc.x * f + 0.0f, acc.y * f + 0.0f, to + 1 < p.Dv);
+            if (mine && to + 2 < p.Dv) store_pair(at + 2, acc.z * f + 0.0f, acc.w * f + 0.0f, to + 3 < p.Dv);
+        } else {
+            if (mine) {
+                store16(state.acc(of) + to,
+                        U4{float_bits(acc.x), float_bits(acc.y), float_bits(acc.z), float_bits(acc.w)});
+            }
+            if (lane() == 0) *state.m(of) = node[r].m, *state.l(of) = node[r].l;
+        }
+    }
+    warp_sync();
+}
+
 // Nodes waiting in the item that a leaf of it is joined with: left siblings that hold some of the item's leaves.
 DEVICE u32 joins_of(const Task& task, u32 leaf) {
     u32 first = task.lo / task.leaf_keys, joins = 0;
@@ -443,6 +565,7 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
     job.index = block_x(), job.from = job.column = 0;
     Lanes of{};
     Running state = empty();
+    Tree tree{};
     u32 held[HELD ? STEPS : 1][4] = {};
     u32 slot = 0, tile = 0, tile_end = 0, leaf_end = 0, depth = 0;
     // A ring's worth of tiles is on its way before the first is waited for.
@@ -465,6 +588,8 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
                     for (u32 k = 0; k < STEPS; k++) {
                         load_a<WIDTH>(held[HELD ? k : 0], area, 16 * (warp() % SHARERS), k, lane());
                     }
+                    // States are joined where the queries lie now.
+                    block_sync();
                 }
                 UNROLL
                 for (u32 r = 0; r < 2; r++) {
@@ -495,10 +620,15 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
         const bool last = tile == tile_end;
         const u32 leaf = (tile - 1) * 64 / task.leaf_keys, level = task.level;
         const bool single = task.leaf_first >> level == (task.leaf_end - 1) >> level;
-        const u32 joins = last ? depth : joins_of(task, leaf);
-        leave(p, job, depth, joins, last && single, area + JOIN_AT, sums, state);
+        const u32 lanes = task.q_count * heads;
+        if (FEW_ROWS && lanes <= 8) {
+            leave_few(p, job, leaf, lanes, last, last && single, area + JOIN_AT, sums, state, tree);
+        } else {
+            const u32 joins = last ? depth : joins_of(task, leaf);
+            leave(p, job, depth, joins, last && single, area + JOIN_AT, sums, state);
+            depth = depth - joins + 1;
+        }
         state = empty();
-        depth = depth - joins + 1;
         if (last && advance(p, task.q_count, job.from, job.column)) {
             // Nothing of the item is kept in registers from here on.
             UNROLL
@@ -506,7 +636,7 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
                 UNROLL
                 for (u32 i = 0; i < 4 && HELD; i++) held[HELD ? k : 0][i] = 0;
             }
-            of = Lanes{};
+            of = Lanes{}, tree = Tree{};
             if (!single && p.tickets) arrive<T>(p, task, leaf, area + JOIN_AT, sums);
             job.index += grid_x();
         }

@@ -250,6 +250,29 @@ fn leaves_joined_in_a_block_by_the_last_to_arrive_and_by_a_launch_give_the_same_
     }
 }
 
+/// However many leaves an item has: groups of one row a warp, of two, and of more, with nodes that wait in registers and in memory.
+#[test]
+fn how_many_leaves_an_item_has_changes_no_bit() {
+    let Some(owned) = stream() else { return };
+    let stream = owned.stream();
+    let options = PlanOptions { device: DEVICE, ..PlanOptions::default() };
+    let batch = Batch { rows: vec![(1, 9000, 3)] };
+    for (group, window) in [(1, None), (4, Some(8700)), (7, None), (16, Some(4000)), (20, None)] {
+        let (geometry, variant) = (geometry(group), Variant { window_left: window, ..Variant::causal(D) });
+        let bits = [0, 1, 2, 3, 4, 5].map(|level| {
+            let mut plan = crate::paged::with_level(level, || {
+                Plan::<Heads>::new(&geometry, &variant, &batch.arrays().table(), &options).unwrap()
+            });
+            assert!(plan.work().tasks.iter().all(|task| task.level == level));
+            plan.stage(&stream).unwrap();
+            let mut bench = Bench::new(&stream, 1, G * group);
+            bench.run(&stream, plan.work()).unwrap();
+            bench.bits(&stream)
+        });
+        assert!(bits.iter().all(|level| *level == bits[0]), "{group} {window:?}");
+    }
+}
+
 #[test]
 fn a_captured_run_goes_over_whatever_list_was_staged_last() {
     let Some(owned) = stream() else { return };
