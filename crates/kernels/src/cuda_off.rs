@@ -240,4 +240,6 @@ pub(crate) struct StagedList;
 #[cfg(feature = "lists")]
 impl StagedList {
     pub(crate) fn forget(&mut self) {}
+    #[cfg(any(feature = "paged", feature = "mla"))]
+    pub(crate) fn renewed(&mut self, _pages: bool) {}
 }

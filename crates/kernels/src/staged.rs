@@ -107,6 +107,50 @@ impl Staged {
         block.copied.record(stream)
     }
 
+    /// Replaces some of the bytes that [`Staged::set_with`] wrote, in stream order: `write` is given all `len` bytes, of which it
+    /// writes `parts`. What else it was given never reaches the device.
+    ///
+    /// # Errors
+    /// As [`Staged::set`]; bytes that would have to move.
+    pub fn set_parts(
+        &mut self,
+        stream: &Stream,
+        len: usize,
+        parts: &[std::ops::Range<usize>],
+        write: impl FnOnce(&mut [u8]),
+    ) -> Result<()> {
+        if stream.device() != self.device {
+            let (tensor, expected, got) = ("staged bytes", self.device, stream.device());
+            return Err(Error::DeviceMismatch { tensor, expected, got });
+        }
+        let end = parts.iter().map(|part| part.end).max().unwrap_or(0);
+        if len > self.bytes.len() || end > len {
+            return Err(Error::Capacity {
+                what: "staged bytes",
+                capacity: self.bytes.len().min(len),
+                got: len.max(end),
+            });
+        }
+        self.len = len;
+        if self.device == Device::Cpu {
+            let mut to = self.bytes.tensor_mut(0, DType::U8, &[len])?;
+            write(to.as_mut_slice::<u8>().expect("contiguous bytes on the host"));
+            return Ok(());
+        }
+        let free = self.free_block(len)?;
+        let block = &mut self.blocks[free];
+        let mut from = block.bytes.tensor_mut(0, DType::U8, &[len])?;
+        write(from.as_mut_slice::<u8>().expect("contiguous bytes on the host"));
+        for part in parts.iter().filter(|part| !part.is_empty()) {
+            let from = block.bytes.tensor(part.start, DType::U8, &[part.len()])?;
+            let to = self.bytes.tensor_mut(part.start, DType::U8, &[part.len()])?;
+            // SAFETY: as in `set_with`: both lie in buffers that outlive their readers, and the block is not touched again until
+            // the event behind the copies has passed.
+            unsafe { crate::copy_async(stream, from, to) }?;
+        }
+        block.copied.record(stream)
+    }
+
     /// Grows to `len` bytes; belongs to planning. Returns whether the address changed.
     ///
     /// # Errors

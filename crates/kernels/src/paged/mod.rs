@@ -9,6 +9,8 @@ mod cascade;
 mod cut_blocks;
 mod family;
 mod geometry;
+#[cfg(any(feature = "paged", feature = "mla"))]
+mod renew;
 mod schedule;
 mod table;
 mod variant;
@@ -34,6 +36,8 @@ pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family,
 #[cfg(feature = "cuda")]
 pub(crate) use family::{LATENT_FEW_HEADS, LATENT_TREE_HEADS, latents_in_tensors};
 pub use geometry::{Geometry, MAX_HEAD_DIM};
+#[cfg(any(feature = "paged", feature = "mla"))]
+pub(crate) use renew::renew;
 pub(crate) use schedule::Scratch;
 #[cfg(feature = "paged")]
 pub(crate) use schedule::most_heads;

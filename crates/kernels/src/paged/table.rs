@@ -102,6 +102,15 @@ impl PageTable<'_> {
     /// for per-row arrays is the row) and its value.
     pub fn check(&self, geometry: &Geometry) -> Result<()> {
         self.check_rows(geometry)?;
+        self.check_pages()?;
+        if let Some(mask) = &self.mask {
+            self.check_mask(geometry, mask)?;
+        }
+        Ok(())
+    }
+
+    /// The page ids of a table whose rows were checked.
+    pub(super) fn check_pages(&self) -> Result<()> {
         let rows = self.num_rows();
         let used = &self.kv_indices[..self.kv_indptr[rows] as usize];
         let top = used.iter().fold(0u32, |top, &page| top.max(page as u32));
@@ -111,9 +120,6 @@ impl PageTable<'_> {
             let row = self.kv_indptr.partition_point(|&start| start as usize <= index) - 1;
             let why = format!("page of row {row}; the pool has pages 0..{}", self.num_pages);
             return refuse("kv_indices", index, used[index].into(), why);
-        }
-        if let Some(mask) = &self.mask {
-            self.check_mask(geometry, mask)?;
         }
         Ok(())
     }

@@ -1,10 +1,10 @@
 //! Plans over a key and a value for each key head.
 
 use crate::Result;
-use crate::paged::{Geometry, PageTable, ScheduleOptions, Variant, schedule, workspace_bytes};
+use crate::paged::{Geometry, PageTable, ScheduleOptions, Stored, Variant, renew, schedule, workspace_bytes};
 use crate::work::WorkList;
 
-use super::Kernel;
+use super::{Kernel, Planned};
 
 /// A slot holds a key and a value for each key head: [`paged::attend`](crate::paged::attend) runs the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,6 +26,16 @@ impl Kernel for Heads {
 
     fn is_for(list: &WorkList, geometry: &Geometry, variant: &Variant, table: &PageTable<'_>) -> bool {
         list.is_for(geometry, variant, table)
+    }
+
+    fn renew(
+        list: &mut WorkList,
+        geometry: &Geometry,
+        variant: &Variant,
+        table: &PageTable<'_>,
+        options: &ScheduleOptions,
+    ) -> Option<Planned> {
+        renew(list, Stored::Heads, geometry, variant, table, options).planned()
     }
 
     fn workspace_bytes(list: &WorkList, workers: usize) -> usize {

@@ -2,10 +2,10 @@
 
 use crate::Result;
 use crate::mla::{Geometry, Variant, is_for, schedule, workspace_bytes};
-use crate::paged::{PageTable, ScheduleOptions};
+use crate::paged::{PageTable, ScheduleOptions, Stored, renew};
 use crate::work::WorkList;
 
-use super::Kernel;
+use super::{Kernel, Planned};
 
 /// A slot holds one latent, `[ckv | kpe]`: [`mla::attend`](crate::mla::attend) runs the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,6 +27,16 @@ impl Kernel for Latents {
 
     fn is_for(list: &WorkList, geometry: &Geometry, variant: &Variant, table: &PageTable<'_>) -> bool {
         is_for(list, geometry, variant, table)
+    }
+
+    fn renew(
+        list: &mut WorkList,
+        geometry: &Geometry,
+        variant: &Variant,
+        table: &PageTable<'_>,
+        options: &ScheduleOptions,
+    ) -> Option<Planned> {
+        renew(list, Stored::Latents, &geometry.one_head(), &variant.of_heads(), table, options).planned()
     }
 
     fn workspace_bytes(list: &WorkList, workers: usize) -> usize {

@@ -36,6 +36,16 @@ pub trait Kernel: Copy + Debug {
         table: &PageTable<'_>,
     ) -> bool;
 
+    /// Makes `list`, which was cut with `options`, that of a batch, if only rows that grew within their last leaves and page ids
+    /// tell the two apart; whether it is the batch's now, and whether it was before.
+    fn renew(
+        list: &mut WorkList,
+        geometry: &Self::Geometry,
+        variant: &Self::Variant,
+        table: &PageTable<'_>,
+        options: &ScheduleOptions,
+    ) -> Option<Planned>;
+
     /// Bytes of scratch that attending a list needs with up to `workers` threads.
     fn workspace_bytes(list: &WorkList, workers: usize) -> usize;
 }
@@ -115,8 +125,13 @@ impl<K: Kernel> Plan<K> {
         table: &PageTable<'_>,
         options: &PlanOptions,
     ) -> Result<Planned> {
-        if self.is_current(&PlanCacheKey { geometry, variant, table, options }) {
-            return Ok(Planned::Unchanged);
+        let entries = table.kv_indptr.last().map_or(0, |&end| end.max(0) as usize);
+        let fits = options.capacity.is_none_or(|capacity| entries <= capacity.pages);
+        if options == &self.options && fits {
+            let how = self.how(self.workers, options);
+            if let Some(planned) = K::renew(&mut self.work, geometry, variant, table, &how) {
+                return Ok(planned);
+            }
         }
         self.make(geometry, variant, table, options)?;
         Ok(Planned::Changed)
@@ -150,10 +165,7 @@ impl<K: Kernel> Plan<K> {
             }
         }
         let workers = if options.workers == 0 { rayon::current_num_threads() } else { options.workers };
-        let pad_to = options.capacity.map(|capacity| capacity.tokens);
-        let target = Target::of(options.device);
-        let kernels = options.kernels.on(options.device);
-        let how = ScheduleOptions { workers, cascade: options.cascade, pad_to, target, kernels };
+        let how = self.how(workers, options);
         K::schedule(geometry, variant, table, &how, &mut self.work)?;
         (self.geometry, self.variant) = (*geometry, *variant);
         self.options = *options;
@@ -169,6 +181,12 @@ impl<K: Kernel> Plan<K> {
             ),
         );
         Ok(())
+    }
+
+    fn how(&self, workers: usize, options: &PlanOptions) -> ScheduleOptions {
+        let pad_to = options.capacity.map(|capacity| capacity.tokens);
+        let (target, kernels) = (Target::of(options.device), options.kernels.on(options.device));
+        ScheduleOptions { workers, cascade: options.cascade, pad_to, target, kernels }
     }
 
     /// Has the plan ready on the stream's device: kernels built, the work on its way, in stream order. Belongs to planning; never

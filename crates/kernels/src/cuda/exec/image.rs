@@ -147,6 +147,24 @@ impl Layout {
         self.bytes
     }
 
+    /// What tells the image of a list from that of one cut alike ([`Layout::write_rows`]): the header with tasks and rows; and, if
+    /// page ids changed, all from them on.
+    pub(crate) fn parts(&self, pages: bool) -> [std::ops::Range<usize>; 2] {
+        let from = if pages { self.header.page_at as usize } else { self.bytes };
+        [0..self.header.item_at as usize, from..self.bytes]
+    }
+
+    /// Writes [`Layout::parts`] of a list that has neither masks nor mods. `to` has [`Layout::bytes`] bytes, or more.
+    pub(crate) fn write_rows(&self, work: &WorkList, pages: bool, to: &mut [u8]) {
+        to[..size_of::<Header>()].copy_from_slice(bytes_of(&self.header));
+        let mut put = |at: u32, bytes: &[u8]| to[at as usize..][..bytes.len()].copy_from_slice(bytes);
+        put(size_of::<Header>() as u32, cast_slice(&work.tasks));
+        put(self.header.row_at, cast_slice(&work.rows));
+        if pages {
+            put(self.header.page_at, cast_slice(&work.pages));
+        }
+    }
+
     /// Writes a list. `to` has [`Layout::bytes`] bytes, or more.
     pub(crate) fn write(&self, work: &WorkList, tables: impl Iterator<Item = ModTable>, to: &mut [u8]) {
         let header = &self.header;

@@ -52,6 +52,16 @@ impl StagedList {
     /// The list is made anew: what the device has of it is of no use until it is staged again.
     pub(crate) fn forget(&mut self) {
         if let Some(on) = &mut self.0 {
+            (on.current, on.renewed) = (false, None);
+        }
+    }
+
+    /// The list has other rows, and other page ids or the same, and is else as it was.
+    #[cfg(any(feature = "paged", feature = "mla"))]
+    pub(crate) fn renewed(&mut self, pages: bool) {
+        if let Some(on) = &mut self.0 {
+            // What was not staged yet is still to be staged whole.
+            on.renewed = if on.current { Some(pages) } else { on.renewed.map(|before| before || pages) };
             on.current = false;
         }
     }
@@ -61,6 +71,8 @@ struct OnDevice {
     image: Staged,
     /// Whether the image is that of the list as it is.
     current: bool,
+    /// Whether only rows tell the two apart, and if so whether page ids do too.
+    renewed: Option<bool>,
     mods: mods::Staged,
     few: Option<Ready>,
     many: Option<Ready>,
@@ -163,6 +175,7 @@ fn stage_with(work: &mut WorkList, stream: &Stream, mods: Option<mods::Staged>) 
         None => on.insert(Box::new(OnDevice {
             image: Staged::with_capacity(stream, 0)?,
             current: false,
+            renewed: None,
             mods: mods::Staged::default(),
             few: None,
             many: None,
@@ -173,9 +186,13 @@ fn stage_with(work: &mut WorkList, stream: &Stream, mods: Option<mods::Staged>) 
     };
     if let Some(mods) = mods {
         staged.mods = mods;
+        staged.renewed = None;
     }
     staged.current = false;
-    let done = staged.make(work, stream);
+    let done = match staged.renewed.take() {
+        Some(pages) => staged.renew(work, stream, pages),
+        None => staged.make(work, stream),
+    };
     if let Some(on) = &mut on {
         on.current = done.is_ok();
     }
@@ -207,6 +224,16 @@ impl OnDevice {
             layout.write(work, mods.tables_at(words_at as u32), to);
             to[words_at..bytes].copy_from_slice(bytemuck::cast_slice(&mods.words));
         })
+    }
+
+    /// Has what changed of the image on its way; kernels and grids are those that it had.
+    fn renew(&mut self, work: &WorkList, stream: &Stream, pages: bool) -> Result<()> {
+        let layout = Layout::of(work, 0, 0)?;
+        let bytes = layout.bytes();
+        if bytes > self.image.capacity() || !self.mods.tables.is_empty() {
+            return self.make(work, stream);
+        }
+        self.image.set_parts(stream, bytes, &layout.parts(pages), |to| layout.write_rows(work, pages, to))
     }
 
     /// Chooses, builds and loads the kernels of a list.

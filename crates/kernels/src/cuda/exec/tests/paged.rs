@@ -306,6 +306,48 @@ fn a_captured_run_goes_over_whatever_list_was_staged_last() {
 }
 
 #[test]
+fn a_step_that_only_grew_has_the_bits_of_a_plan_made_anew() {
+    let Some(owned) = stream() else { return };
+    let stream = owned.stream();
+    let (geometry, variant) = (geometry(4), Variant::causal(D));
+    for capacity in [None, Some(Capacity { rows: 4, tokens: 4, pages: 400 })] {
+        let options = PlanOptions { device: DEVICE, capacity, ..PlanOptions::default() };
+        let of = |rows| Batch { rows }.arrays();
+        let first = of(vec![(1, 700, 0), (1, 20, 50), (1, 505, 9)]);
+        let mut plan = Plan::<Heads>::new(&geometry, &variant, &first.table(), &options).unwrap();
+        plan.stage(&stream).unwrap();
+        // Within pages, into new ones, past a leaf, and onto other pages; some of it twice before it is staged.
+        for (step, pages, staged) in [
+            (1, 0, true),
+            (2, 0, false),
+            (3, 0, true),
+            (4, 3, false),
+            (5, 3, true),
+            (12, 3, true),
+            (30, 1, true),
+        ] {
+            let rows = vec![(1, 700 + step, pages), (1, 20 + step, 50), (1, 505 + step, 9 + pages)];
+            let arrays = of(rows);
+            plan.replan(&geometry, &variant, &arrays.table(), &options).unwrap();
+            if !staged {
+                continue;
+            }
+            plan.stage(&stream).unwrap();
+            let tokens = plan.num_tokens();
+            let run = |plan: &Plan<Heads>| {
+                let mut bench = Bench::new(&stream, tokens, G * 4);
+                bench.run(&stream, plan.work()).unwrap();
+                bench.bits(&stream)
+            };
+            let renewed = run(&plan);
+            let mut anew = Plan::<Heads>::new(&geometry, &variant, &arrays.table(), &options).unwrap();
+            anew.stage(&stream).unwrap();
+            assert!(renewed == run(&anew), "step {step}, {capacity:?}");
+        }
+    }
+}
+
+#[test]
 fn what_was_not_staged_as_it_is_is_refused() {
     let Some(owned) = stream() else { return };
     let stream = owned.stream();
