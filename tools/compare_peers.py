@@ -231,34 +231,41 @@ def warm(kinds, seconds):
 
 
 def run_mstar(args, rows):
-    """Microseconds of each row that `mstar bench` times, and its head."""
-    with tempfile.TemporaryDirectory() as folder:
-        saved = os.path.join(folder, "bench.json")
-        command = [args.mstar, "bench", "--device", args.device, "--json", saved]
-        for name in rows:
-            command += ["--rows", name]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=args.seconds)
-        except subprocess.TimeoutExpired:
-            raise Skipped("mstar bench took too long") from None
-        if done.returncode != 0:
-            raise Skipped(one_line(f"mstar bench: {done.stderr}"))
-        with open(saved) as file:
-            result = json.load(file)
-    lines = {line["name"]: line for line in result["lines"]}
-    return lines, result
+    """What `mstar bench` measures of each row; those that it does not have are left out."""
+    rows = list(rows)
+    while rows:
+        with tempfile.TemporaryDirectory() as folder:
+            saved = os.path.join(folder, "bench.json")
+            command = [args.mstar, "bench", "--device", args.device, "--json", saved]
+            for name in rows:
+                command += ["--rows", name]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=args.seconds)
+            except subprocess.TimeoutExpired:
+                raise Skipped("mstar bench took too long") from None
+            if done.returncode == 0:
+                with open(saved) as file:
+                    return {line["name"]: line for line in json.load(file)["lines"]}
+        text = " ".join(done.stderr.split())
+        lacking = [name for name in rows if f"--rows {name}: no row is called so" in text]
+        if not lacking:
+            raise Skipped(one_line(f"mstar bench: {text}"))
+        rows.remove(lacking[0])
+    return {}
 
 
 def compare(args, torch, clock, rows, failed, until):
     """Times a family in turns; yields a record a row."""
     wanted = sorted({name for names, _ in rows for name, _ in names})
     try:
-        first, _ = run_mstar(args, wanted)
+        first = run_mstar(args, wanted)
     except Skipped as why:
         return [{"row": names[0][0], "skipped": str(why)} for names, _ in rows]
     peers = []
-    for _, kinds in rows:
+    for names, kinds in rows:
         times = {}
+        if any(name not in first for name, _ in names):
+            kinds = {}
         for name, make in kinds.items():
             if time.monotonic() > until:
                 times[name] = "time is up"
@@ -280,11 +287,14 @@ def compare(args, torch, clock, rows, failed, until):
             torch.cuda.empty_cache()
         peers.append(times)
     try:
-        again = first if time.monotonic() > until else run_mstar(args, wanted)[0]
+        again = first if time.monotonic() > until else run_mstar(args, list(first))
     except Skipped:
         again = first
     records = []
     for (names, _), times in zip(rows, peers):
+        if any(name not in first or name not in again for name, _ in names):
+            records.append({"row": names[0][0], "skipped": "this mstar has no such row"})
+            continue
         runs = [sum(sign * run[name]["median_us"] for name, sign in names) for run in (first, again)]
         line = first[names[0][0]]
         record = {"row": names[0][0], "mstar_us": statistics.mean(runs), "turns_us": runs, "peers": times}
