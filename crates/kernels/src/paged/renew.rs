@@ -57,7 +57,7 @@ pub(crate) fn renew(
     }
     let mut same = true;
     for (index, old) in list.rows[..rows].iter().enumerate() {
-        let new = table.row(geometry, stored, index);
+        let new = table.row(geometry, stored, options.target, index);
         if new != *old {
             same = false;
             if list.target != Target::Blocks || !is_cut_alike(variant, old, &new) {
@@ -75,7 +75,7 @@ pub(crate) fn renew(
         return Renewed::Not;
     }
     for index in 0..rows {
-        list.rows[index] = table.row(geometry, stored, index);
+        list.rows[index] = table.row(geometry, stored, options.target, index);
     }
     // Tasks are those of the first items, in their order.
     for (task, item) in list.tasks.iter_mut().zip(&list.items) {
