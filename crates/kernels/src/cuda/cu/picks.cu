@@ -20,15 +20,51 @@ typedef Bf16 Stored;
 typedef F16 Stored;
 #endif
 
+// A row as the kernels of work lists read it: its picks as pages of one slot, an item a leaf, whose state lies where `state_of` says.
+// Items that are nobody's have no queries. By a whole block.
+DEVICE void list_row(const Sparse& p, u32 row) {
+    const u32 rows = p.row_end - p.row_begin, index = row - p.row_begin;
+    Image* image = reinterpret_cast<Image*>(p.image);
+    const u32 items = rows * p.leaves;
+    const u32 row_at = sizeof(Image), item_at = row_at + rows * u32(sizeof(Row));
+    const u32 member_at = item_at + (items * u32(sizeof(Item)) + 15) / 16 * 16, page_at = member_at + items * u32(sizeof(Member));
+    if (index == 0 && thread_x() == 0) {
+        Image to{};
+        to.rows = to.tokens = rows, to.items = items;
+        to.row_at = row_at, to.item_at = item_at, to.member_at = member_at, to.page_at = page_at;
+        *image = to;
+    }
+    const bool there = row < p.table->rows && request_of(p.table, row) >= 0;
+    const u32 count = there ? picks_of(p, row).count : 0, leaves = (count + LEAF - 1) / LEAF;
+    if (thread_x() == 0) {
+        Row to{NO_MASK, 0, row, 1, count, 0, 0, index * p.topk, count, 0, LEAF};
+        reinterpret_cast<Row*>(p.image + row_at)[index] = to;
+    }
+    for (u32 leaf = thread_x(); leaf < p.leaves; leaf += threads()) {
+        // A row that picks nothing is one leaf without keys.
+        const bool real = there && leaf < most(leaves, 1u);
+        const u32 at = index * p.leaves + leaf;
+        reinterpret_cast<Item*>(p.image + item_at)[at] = Item{0, at, 1, 0, 1, 0, real ? 1u : 0u, leaf, leaf + 1};
+        reinterpret_cast<Member*>(p.image + member_at)[at] = Member{leaves <= 1 ? DIRECT : u64(at) * state_len(p.H, p.C), index, 0};
+    }
+    if (count == 0) return;
+    const Picks picks = picks_of(p, row);
+    const Slots slots = slots_of(p.table, request_of(p.table, row));
+    i32* pages = reinterpret_cast<i32*>(p.image + page_at) + u64(index) * p.topk;
+    for (u32 at = thread_x(); at < count; at += threads()) pages[at] = i32(slot_at(slots, u32(picks.positions[at]), p.S, i64(p.apart), 1));
+}
+
 // Counts a row's picks. Those that are listed in ascending order, then -1, are read where they are; others are ranked by
 // counting, which no list that a selection makes needs.
 MSTAR_KERNEL(picks_order, Sparse, 256, 4) {
     SHARED(shared);
     u32* total = reinterpret_cast<u32*>(shared);
-    const u32 end_row = least(p.row_end, p.table->rows);
-    for (u32 row = p.row_begin + block_x(); row < end_row; row += grid_x()) {
-        const i32 request = request_of(p.table, row);
-        if (request < 0) continue;
+    for (u32 row = p.row_begin + block_x(); row < p.row_end; row += grid_x()) {
+        const i32 request = row < p.table->rows ? request_of(p.table, row) : -1;
+        if (request < 0) {
+            if (p.image) list_row(p, row);
+            continue;
+        }
         const u32 stored = slots_of(p.table, request).stored;
         const i32* listed = p.selection + i64(row) * p.selection_stride;
         auto picked = [&](u32 at) { return u32(listed[at]) < stored; };
@@ -55,6 +91,7 @@ MSTAR_KERNEL(picks_order, Sparse, 256, 4) {
             }
         }
         block_sync();
+        if (p.image) list_row(p, row);
     }
 }
 

@@ -22,8 +22,10 @@ struct Sparse {
     u32 row_begin, row_end;
     float scale;              // sm_scale
     u32 aligned;              // queries and latents start at multiples of 16 bytes
+    u64 apart;                // slots that a page is from the next, of a list
+    u8* image;                // where the rows are put as a work list over latents in pages of one slot, or null
 };
-static_assert(sizeof(Sparse) == 208, "as in exec/sparse.rs");
+static_assert(sizeof(Sparse) == 224, "as in exec/sparse.rs");
 
 // In `counts`: the picks were not listed in ascending order.
 constexpr u32 SORTED = 1u << 31;

@@ -42,7 +42,7 @@ pub(super) fn choose(work: &WorkList, walk: Walk, context: &Context) -> Option<C
 
 /// The Hopper's kernel for items of mostly up to `usual` query vectors, at most `most`; `None` on another card, and for what there
 /// is none for.
-fn hopper(
+pub(super) fn hopper(
     geometry: &paged::Geometry,
     walk: Walk,
     usual: usize,

@@ -7,9 +7,9 @@ use crate::cuda::jit::{self, Key, Unit};
 use crate::cuda::{Context, Function, Launch, launch};
 use crate::dsa::DeviceTable;
 use crate::mla::Geometry;
-use crate::{Device, Error, Result, Stream, TensorMut, TensorRef};
+use crate::{Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
 
-use super::params::{View, number};
+use super::params::{ALIGNED, Attend, Place, View, Walk, number};
 use super::{Choice, latents};
 
 /// Picks a leaf, as in `cu/sparse.cuh`.
@@ -18,6 +18,8 @@ const LEAF: usize = 512;
 const PANEL_BYTES: usize = 256 << 20;
 /// Rows of a panel at least, when there are so many.
 const LEAST_ROWS: usize = 8;
+/// Bytes of a work list's head, and what is lost where it and its items end.
+const LIST_HEAD: usize = 80 + 64 + 16;
 
 /// As `Sparse` in `cu/sparse.cuh`.
 #[repr(C)]
@@ -54,9 +56,11 @@ struct Sparse {
     row_end: u32,
     scale: f32,
     aligned: u32,
+    apart: u64,
+    image: u64,
 }
 
-const _: () = assert!(size_of::<Sparse>() == 208);
+const _: () = assert!(size_of::<Sparse>() == 224);
 
 /// One call, checked, its arrays those of the table.
 pub(crate) struct Picks<'a> {
@@ -82,6 +86,7 @@ struct Sizes {
     /// States of one row.
     row: usize,
     leaves: usize,
+    topk: usize,
 }
 
 impl Sizes {
@@ -96,12 +101,23 @@ impl Sizes {
             sorted: line(rows.saturating_mul(topk)),
             row: states.saturating_mul(state).saturating_mul(4),
             leaves,
+            topk,
         }
+    }
+
+    /// Bytes of a work list of one row, but for its head: the row, items and their members, pages.
+    fn listed(&self) -> usize {
+        (48 + self.leaves * (40 + 16)).saturating_add(self.topk.saturating_mul(4))
     }
 
     /// Rows of a panel in `room` bytes.
     fn panel(&self, rows: usize, room: usize) -> usize {
-        room.checked_div(self.row).unwrap_or(rows).min(rows)
+        (room.saturating_sub(LIST_HEAD) / self.row.saturating_add(self.listed())).min(rows)
+    }
+
+    /// Bytes of a panel.
+    fn panel_bytes(&self, rows: usize) -> usize {
+        rows.saturating_mul(self.row.saturating_add(self.listed())).saturating_add(LIST_HEAD)
     }
 }
 
@@ -109,29 +125,56 @@ impl Sizes {
 pub(crate) fn bytes(geometry: &Geometry, rows: usize, topk: usize) -> usize {
     let sizes = Sizes::of(geometry, rows, topk);
     let panel = (PANEL_BYTES / sizes.row.max(1)).max(LEAST_ROWS).min(rows);
-    let states = panel.saturating_mul(sizes.row);
-    sizes.counts.saturating_add(sizes.sorted).saturating_add(states).saturating_add(63)
+    sizes.counts.saturating_add(sizes.sorted).saturating_add(sizes.panel_bytes(panel)).saturating_add(63)
 }
 
-/// The kernels of a layer: around the picks, and over them where tensor cores serve.
-fn choose(geometry: &Geometry, context: &Context) -> (Key, Option<Choice>) {
+/// The kernels of a layer.
+struct Kinds {
+    /// Around the picks, by entry.
+    picks: Key,
+    /// Over them, where tensor cores serve.
+    over: Option<Choice>,
+    /// A Hopper's kernel of work lists over latents, to which picks are pages of one slot.
+    list: Option<Choice>,
+}
+
+fn choose(geometry: &Geometry, context: &Context) -> Kinds {
     let heads = geometry.num_qo_heads;
     let picks = Key::new(Unit::PICKS, "picks_order")
         .with("Q_TYPE", number(geometry.q_dtype))
         .with("KV_TYPE", number(geometry.kv_dtype));
     let key = Key::new(Unit::SPARSE, "sparse_attend");
-    (picks, latents::variant(key, &geometry.one_head(), heads, heads, context))
+    let over = latents::variant(key, &geometry.one_head(), heads, heads, context);
+    let wanted = context.is_hopper() && Kernels::Auto.settled() != Kernels::Mma;
+    let list =
+        if wanted { latents::hopper(&geometry.one_head(), Walk::Few, heads, heads, context) } else { None };
+    Kinds { picks, over, list }
+}
+
+/// How far pages of latents lie apart in steps of a slot, and the elements of a step, if every slot is a whole number of steps from
+/// the first, and so many that a list can name them.
+fn steps(latent: &TensorRef<'_>) -> Option<(usize, usize)> {
+    let [pages, slots] = [0, 1].map(|axis| latent.shape()[axis]);
+    let [page, slot] = [0, 1].map(|axis| latent.strides()[axis]);
+    let step = if slots == 1 { page } else { slot };
+    if step == 0 || pages > 1 && !page.is_multiple_of(step) {
+        return None;
+    }
+    let apart = if pages > 1 { page / step } else { 0 };
+    let last = pages.saturating_sub(1).checked_mul(apart)?.checked_add(slots)?;
+    (last <= i32::MAX as usize).then_some((apart, step))
 }
 
 /// Compiles and loads what attending such a layer's picks will run.
 pub(crate) fn prepare(device: Device, geometry: &Geometry) -> Result<()> {
-    let (picks, over) = choose(geometry, Context::of(device)?);
+    let Kinds { picks, over, list } = choose(geometry, Context::of(device)?);
     let entry = |entry| Key { entry, ..picks.clone() };
     let mut keys = vec![entry("picks_order")];
-    match over {
-        Some(over) => keys.extend([entry("picks_merge"), over.key]),
+    match &over {
+        Some(_) => keys.push(entry("picks_merge")),
         None => keys.push(entry("picks_plain")),
     }
+    keys.extend([over, list].into_iter().flatten().map(|choice| choice.key));
     jit::prepare(device, &keys)
 }
 
@@ -156,7 +199,7 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
     }
     let device = stream.device();
     let context = Context::of(device)?;
-    let (key, over) = choose(geometry, context);
+    let Kinds { picks: key, over, list } = choose(geometry, context);
     let entry = |entry| jit::function(device, &Key { entry, ..key.clone() });
     let (c, e) = (geometry.kv_lora_rank, geometry.qk_rope_head_dim);
     let aligned = c.is_multiple_of(8)
@@ -196,6 +239,8 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
         row_end: rows as u32,
         scale: picks.sm_scale,
         aligned: aligned.into(),
+        apart: 0,
+        image: 0,
     };
     let sms = context.sm_count() as usize;
     let put = |function: &Function, params: &Sparse, units: usize, most: usize, block: u32, shared: u32| {
@@ -204,18 +249,60 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
         // positions lie in the pages, picks that are looked up only where they were stored, a workspace cut by `Sizes`.
         unsafe { launch(function, stream, how, params) }
     };
-    put(&entry("picks_order")?, &params, rows, 8, 256, 16)?;
+    let order = entry("picks_order")?;
     let slices = |width: usize| c.div_ceil(width) * geometry.num_qo_heads;
     let Some(over) = over else {
+        put(&order, &params, rows, 8, 256, 16)?;
         return put(&entry("picks_plain")?, &params, rows * slices(1024), 8, 256, 256);
     };
-    let (attend, merge) = (jit::function(device, &over.key)?, entry("picks_merge")?);
-    let each = if over.shared * 2 + 2048 <= context.shared_per_block_optin() + 1024 { 2 } else { 1 };
-    let pieces = geometry.num_qo_heads.div_ceil(16);
+    let steps = steps(latent);
+    let (choice, listed) = match (&list, steps) {
+        (Some(list), Some(_)) => (list, true),
+        _ => (&over, false),
+    };
+    let (attend, merge) = (jit::function(device, &choice.key)?, entry("picks_merge")?);
+    let each = attend.blocks_per_sm(choice.threads, choice.shared)?.max(1) as usize;
+    // A list lies behind the states, at a multiple of 64.
+    let image = (params.partials + (panel * sizes.row) as u64).next_multiple_of(64);
+    let (apart, step) = steps.unwrap_or_default();
+    if listed {
+        (params.image, params.apart) = (image, apart as u64);
+    }
+    let view = View { at: params.latents, stride: [step as i64, step as i64, 0] };
+    let list = Attend {
+        image,
+        partials: params.partials,
+        q: View::of(q_nope),
+        q_pe: View::of(q_pe),
+        k: view,
+        v: view,
+        o: Place::of(&picks.o),
+        lse: picks.lse.as_ref().map(Place::of).unwrap_or_default(),
+        window_left: -1,
+        h: params.heads,
+        g: 1,
+        d: params.c + params.e,
+        dv: params.c,
+        s: 1,
+        scale: params.scale,
+        flags: if aligned { ALIGNED } else { 0 },
+        walk: Walk::All as u32,
+        ..Attend::default()
+    };
     for first in (0..rows).step_by(panel) {
         (params.row_begin, params.row_end) = (first as u32, rows.min(first + panel) as u32);
         let count = rows.min(first + panel) - first;
-        put(&attend, &params, count * sizes.leaves * pieces, each, over.threads, over.shared)?;
+        put(&order, &params, count, 8, 256, 16)?;
+        let units = count * sizes.leaves * latents::pieces(&choice.key);
+        if listed {
+            let grid = [units.min(each * sms) as u32, 1, 1];
+            let how = Launch { grid, block: choice.threads, shared: choice.shared };
+            // SAFETY: the kernel takes an `Attend`; the kernel before it wrote the list, of rows of this call, pages that are slots
+            // of its latents, and states in its workspace.
+            unsafe { launch(&attend, stream, how, &list) }?;
+        } else {
+            put(&attend, &params, units, each, choice.threads, choice.shared)?;
+        }
         if sizes.leaves > 1 {
             put(&merge, &params, (count * slices(128)).div_ceil(4), 16, 128, 0)?;
         }
