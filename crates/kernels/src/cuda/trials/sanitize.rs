@@ -160,7 +160,10 @@ fn sparse(runner: &Runner) {
     for (dtype, family) in
         [(BF16, of(16, 512, 64)), (BF16, of(128, 512, 64)), (F16, of(32, 256, 64)), (F32, of(2, 40, 8))]
     {
-        runner.run(&family, &rows, dtype, 0, HOPPER);
+        // Over picks as they are, and on a Hopper over a list of them.
+        for shared in [HOPPER - (1 << 10), HOPPER] {
+            runner.run(&family, &rows, dtype, 0, shared);
+        }
     }
     let of = |width, format| Picked { heads: 8, width, topk: 24, format, gap: 0 };
     for (dtype, family) in [
