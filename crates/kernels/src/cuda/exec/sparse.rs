@@ -145,7 +145,8 @@ fn choose(geometry: &Geometry, context: &Context) -> Kinds {
         .with("KV_TYPE", number(geometry.kv_dtype));
     let key = Key::new(Unit::SPARSE, "sparse_attend");
     let over = latents::variant(key, &geometry.one_head(), heads, heads, context);
-    let wanted = context.is_hopper() && Kernels::Auto.settled() != Kernels::Mma;
+    // What a card has not been seen to do right is asked for by name.
+    let wanted = context.is_hopper() && Kernels::Auto.settled() == Kernels::Wgmma;
     let list =
         if wanted { latents::hopper(&geometry.one_head(), Walk::Few, heads, heads, context) } else { None };
     Kinds { picks, over, list }
