@@ -42,8 +42,8 @@ pub(super) struct Scratch {
     fused: Vec<Merge>,
 }
 
-/// Items that there are to be at least before one over latents takes several leaves: two for each multiprocessor of a large device.
-const MANY_LATENTS: u64 = 256;
+/// Items that there are to be at least before one over latents takes several leaves: one for each multiprocessor of a large device.
+const MANY_LATENTS: u64 = 128;
 
 /// Leaves of an item over latents, as a power of two. Changes no bit: their states are joined as a merge would join them.
 fn latent_level(list: &WorkList) -> u32 {
