@@ -14,9 +14,9 @@ use super::family::{LATENT_LEAVES, LATENT_TREE_HEADS, in_halves, latent_tokens, 
 use super::schedule::{leaves, visible};
 use super::{Family, Geometry, Stored};
 
-/// Items of the decode kernel that there are to be at least before one takes several leaves: about two for each block that a large
-/// device holds.
-const MANY_ITEMS: u64 = 512;
+/// Items of the decode kernel that there are to be at least before one takes several leaves: about one and a half for each
+/// multiprocessor of a large device. More items balance better, and cost more at their ends; see `docs/perf-notes.md`.
+const MANY_ITEMS: u64 = 200;
 
 /// Most leaves of such an item, as a power of two.
 const MOST_LEVEL: u32 = 5;
