@@ -15,12 +15,17 @@ static_assert(ROWS == 64, "rows of a product");
 constexpr u32 WEIGHTS_AT = AFTER_RING;
 constexpr u32 FACTORS_AT = WEIGHTS_AT + BLOCK_BYTES;
 constexpr u32 TOLD_AT = FACTORS_AT + ROWS * 4;
-constexpr u32 SHARED_BYTES = TOLD_AT + sizeof(Told);
+constexpr u32 HANDED_AT = TOLD_AT + sizeof(Told);
+constexpr u32 SHARED_BYTES = HANDED_AT + 2 * sizeof(Mark);
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
-// Named barriers of both consumers: weights and factors are there; they may be written over.
-constexpr u32 READY = 1, FREE = 2;
 constexpr u32 CONSUMER_WARPS = 8;
+
+// What the first group hands to the second, again and again: weights and factors are there; they may be written over.
+struct Handed {
+    Mark there, free;
+};
+DEVICE Handed& handed_of(u8* shared) { return *reinterpret_cast<Handed*>(shared + HANDED_AT); }
 
 // This thread's rows of a product: the first, and the one 8 below it.
 DEVICE u32 my_row() { return warp() % 4 * 16 + lane() / 4; }
@@ -78,6 +83,8 @@ DEVICE void store(const Attend& p, const Unit& unit, const float (&sums)[HALF / 
 }
 
 DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
+    Handed& handed = handed_of(shared);
+    u32 turns = 0;
     float* factors = reinterpret_cast<float*>(shared + FACTORS_AT);
     const u32 row = my_row(), t = lane() % 4;
     // Scores grow with what they are made of, but for a scale that is not positive: then they are scaled first.
@@ -158,13 +165,14 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
                 UNROLL
                 for (u32 i = 0; i < 4; i++) packed[k][i] = pack<Element>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
 
-            named_sync(FREE, 2 * GROUP);
+            mark_wait(&handed.free, turns % 2 ^ 1);
             UNROLL
             for (u32 k = 0; k < KEYS / 16; k++)
                 stmatrix_x4(weights + ((2 * k + lane() / 16) ^ (weight_row % 8)) * 16, packed[k]);
             if (t == 0) factors[row] = alpha[0], factors[row + 8] = alpha[1];
             async_fence();
-            named_arrive(READY, 2 * GROUP);
+            released(&handed.there);
+            turns++;
 
             scaled(out, alpha[0], alpha[1]);
             const u64 values = values_at(latents, 0);
@@ -215,13 +223,12 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
                 *unit.output.m(lane_of) = top[r], *unit.output.l(lane_of) = sum[r];
             }
         }
-        named_sync(FREE, 2 * GROUP);
+        mark_wait(&handed.free, turns % 2 ^ 1);
         if (t == 0) factors[row] = factor[0], factors[row + 8] = factor[1];
-        named_arrive(READY, 2 * GROUP);
+        released(&handed.there);
+        turns++;
         store(p, unit, out, 0, factor);
     });
-    // The second group's last word.
-    named_sync(FREE, 2 * GROUP);
 }
 
 DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
@@ -229,7 +236,8 @@ DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
     const u32 row = my_row();
     const u64 weights = tile_desc(shared + WEIGHTS_AT, 0, EIGHT_ROWS);
     Turn turn{0, 0};
-    named_arrive(FREE, 2 * GROUP);
+    Handed& handed = handed_of(shared);
+    u32 turns = 0;
     each_told(told, [&](const Unit& unit) {
         float out[HALF / 2];
         UNROLL
@@ -240,7 +248,7 @@ DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
         for (u32 tile = begin; tile < end; tile++) {
             const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
             mark_wait(&told.full[turn.slot], turn.parity);
-            named_sync(READY, 2 * GROUP);
+            mark_wait(&handed.there, turns % 2);
             async_fence();
             scaled(out, factors[row], factors[row + 8]);
             const u64 values = values_at(latents, 1);
@@ -253,12 +261,14 @@ DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
             wgmma_wait<0>();
             pin(out);
             released(&told.empty[turn.slot]);
-            named_arrive(FREE, 2 * GROUP);
+            released(&handed.free);
+            turns++;
             turn.next();
         }
-        named_sync(READY, 2 * GROUP);
+        mark_wait(&handed.there, turns % 2);
         const float factor[2] = {factors[row], factors[row + 8]};
-        named_arrive(FREE, 2 * GROUP);
+        released(&handed.free);
+        turns++;
         store(p, unit, out, 1, factor);
     });
 }
@@ -266,6 +276,11 @@ DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
 MSTAR_KERNEL(latent_wide, Attend, THREADS, 1) {
     SHARED(shared);
     Told& told = *reinterpret_cast<Told*>(shared + TOLD_AT);
+    if (thread_x() == 0) {
+        Handed& handed = handed_of(shared);
+        mark_init(&handed.there, CONSUMER_WARPS / 2);
+        mark_init(&handed.free, CONSUMER_WARPS / 2);
+    }
     start(told, CONSUMER_WARPS);
     const u32 group = group_index();
     if (group == 2) {

@@ -79,7 +79,7 @@ pub(super) fn hopper(
 fn hopper_shared(rows: usize, depth: usize, width: usize, stages: usize) -> usize {
     const KEYS: usize = 64;
     const UNIT: usize = 128;
-    let told = if rows == 64 { rows * 4 } else { 2 * 4 * rows * 4 };
+    let told = if rows == 64 { rows * 4 + 2 * 8 } else { 2 * 4 * rows * 4 };
     let tile = depth.max(width) * KEYS * 2;
     let until_kept =
         rows * depth * 2 + stages * tile + rows * KEYS * 2 + told + (2 * stages + 2) * 8 + 2 * UNIT;
