@@ -130,7 +130,9 @@ impl Layout {
             }
             _ => leaves(DECODE_LEAF.min(LATENT_LEAF)) + cut_tiles * leaves(APPEND_LEAF) + tiles,
         };
-        let each = heads * (size_of::<Item>() + size_of::<Task>()) + size_of::<Member>() + size_of::<Part>();
+        // Only keys and values in pages are decoded by tasks.
+        let task = if work.stored == Stored::Heads { size_of::<Task>() } else { 0 };
+        let each = heads * (size_of::<Item>() + task) + size_of::<Member>() + size_of::<Part>();
         let merges = (tiles + rows) * heads * size_of::<Merge>();
         let places = if work.stored == Stored::Blocks { size_of::<i32>() + 1 } else { 0 };
         let others = pages * (size_of::<i32>() + places) + size_of_val(&work.mask[..]);
