@@ -55,7 +55,7 @@ impl Case {
     }
 
     /// Held against `of`, as rows of another geometry are.
-    #[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
+    #[cfg(feature = "paged")]
     fn beside(self, of: &Case, least: f64) -> Case {
         let of = of.beside.as_ref().map_or_else(|| of.name(), |beside| beside.of.clone());
         Case { beside: Some(Beside { of, least, neighbour: false }), ..self }
