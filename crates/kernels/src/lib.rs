@@ -58,7 +58,7 @@ pub mod reference;
 pub mod staged;
 pub mod stream;
 pub mod synth;
-#[cfg(all(test, any(feature = "dense", feature = "flex")))]
+#[cfg(test)]
 mod testing;
 pub mod view;
 #[cfg(feature = "lists")]

@@ -82,29 +82,13 @@ impl Staged {
     /// # Errors
     /// As [`Staged::set`].
     pub fn set_with(&mut self, stream: &Stream, len: usize, write: impl FnOnce(&mut [u8])) -> Result<()> {
-        if stream.device() != self.device {
-            let (tensor, expected, got) = ("staged bytes", self.device, stream.device());
-            return Err(Error::DeviceMismatch { tensor, expected, got });
-        }
+        self.check(stream)?;
         self.reserve(len)?;
         self.len = len;
         if len == 0 {
             return Ok(());
         }
-        if self.device == Device::Cpu {
-            let mut to = self.bytes.tensor_mut(0, DType::U8, &[len])?;
-            write(to.as_mut_slice::<u8>().expect("contiguous bytes on the host"));
-            return Ok(());
-        }
-        let free = self.free_block(len)?;
-        let block = &mut self.blocks[free];
-        let mut from = block.bytes.tensor_mut(0, DType::U8, &[len])?;
-        write(from.as_mut_slice::<u8>().expect("contiguous bytes on the host"));
-        let from = block.bytes.tensor(0, DType::U8, &[len])?;
-        // SAFETY: both are `len` bytes of buffers that live as long as `self`, which outlives its plan's runs; the block is not
-        // touched again until the event behind the copy has passed.
-        unsafe { crate::copy_async(stream, from, self.bytes.tensor_mut(0, DType::U8, &[len])?) }?;
-        block.copied.record(stream)
+        self.put(stream, len, std::slice::from_ref(&(0..len)), write)
     }
 
     /// Replaces some of the bytes that [`Staged::set_with`] wrote, in stream order: `write` is given all `len` bytes, of which it
@@ -119,10 +103,7 @@ impl Staged {
         parts: &[std::ops::Range<usize>],
         write: impl FnOnce(&mut [u8]),
     ) -> Result<()> {
-        if stream.device() != self.device {
-            let (tensor, expected, got) = ("staged bytes", self.device, stream.device());
-            return Err(Error::DeviceMismatch { tensor, expected, got });
-        }
+        self.check(stream)?;
         let end = parts.iter().map(|part| part.end).max().unwrap_or(0);
         if len > self.bytes.len() || end > len {
             return Err(Error::Capacity {
@@ -132,6 +113,25 @@ impl Staged {
             });
         }
         self.len = len;
+        self.put(stream, len, parts, write)
+    }
+
+    fn check(&self, stream: &Stream) -> Result<()> {
+        if stream.device() != self.device {
+            let (tensor, expected, got) = ("staged bytes", self.device, stream.device());
+            return Err(Error::DeviceMismatch { tensor, expected, got });
+        }
+        Ok(())
+    }
+
+    /// Has `write` write `parts` of `len` bytes, and puts these on their way.
+    fn put(
+        &mut self,
+        stream: &Stream,
+        len: usize,
+        parts: &[std::ops::Range<usize>],
+        write: impl FnOnce(&mut [u8]),
+    ) -> Result<()> {
         if self.device == Device::Cpu {
             let mut to = self.bytes.tensor_mut(0, DType::U8, &[len])?;
             write(to.as_mut_slice::<u8>().expect("contiguous bytes on the host"));
@@ -144,8 +144,8 @@ impl Staged {
         for part in parts.iter().filter(|part| !part.is_empty()) {
             let from = block.bytes.tensor(part.start, DType::U8, &[part.len()])?;
             let to = self.bytes.tensor_mut(part.start, DType::U8, &[part.len()])?;
-            // SAFETY: as in `set_with`: both lie in buffers that outlive their readers, and the block is not touched again until
-            // the event behind the copies has passed.
+            // SAFETY: both are bytes of buffers that live as long as `self`, which outlives its plan's runs; the block is not
+            // touched again until the event behind the copies has passed.
             unsafe { crate::copy_async(stream, from, to) }?;
         }
         block.copied.record(stream)

@@ -1,8 +1,9 @@
 //! A list that serves the batch of the next step too: rows grew within their last leaves, or their pages moved.
 //!
 //! What a device's list is cut into follows from the leaves of its rows alone. While those stay, the items, merges and places of
-//! partial states stay, and only the rows, the page ids and what tasks repeat of them are written anew: a step whose rows grew by a token costs its rows
-//! and one comparison of the page ids. Costs of items then are those that the list was cut by; they order it, and change no bit.
+//! partial states stay, and only the rows, the page ids and what tasks repeat of them are written anew: a step whose rows grew by
+//! a token costs its rows and one comparison of the page ids. Costs of items then are those that the list was cut by; they order
+//! it, and change no bit.
 
 use crate::plan::Planned;
 use crate::work::{Row, WorkList};

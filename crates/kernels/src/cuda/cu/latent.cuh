@@ -11,15 +11,8 @@
 // (lanes of its value, padded to a multiple of 128), STAGES (tiles of the ring), MIN_BLOCKS (blocks an SM).
 #pragma once
 
+#include "element.cuh"
 #include "list.cuh"
-
-#if Q_TYPE == 1
-typedef Bf16 Element;
-#elif Q_TYPE == 2
-typedef F16 Element;
-#else
-#error "Q_TYPE is 1 (bf16) or 2 (f16)"
-#endif
 
 namespace latent {
 

@@ -5,20 +5,14 @@
 // than ROWS query vectors are cut into pieces, which read the same latents.
 //
 // Defines: Q_TYPE (1 bf16, 2 f16), ROWS (query vectors a block), DEPTH (lanes of a latent, padded to a multiple of 64), WIDTH
-// (lanes of its value, padded to 128, 256 or 512), STAGES (tiles of the ring), PIECES (of the largest item, a multiple of those that one token's heads make).
+// (lanes of its value, padded to 128, 256 or 512), STAGES (tiles of the ring), PIECES (of the largest item, a multiple of those
+// that one token's heads make).
 #pragma once
 
+#include "element.cuh"
 #include "finish.cuh"
 #include "gather.cuh"
 #include "hopper.cuh"
-
-#if Q_TYPE == 1
-typedef Bf16 Element;
-#elif Q_TYPE == 2
-typedef F16 Element;
-#else
-#error "Q_TYPE is 1 (bf16) or 2 (f16)"
-#endif
 
 constexpr u32 GROUP = 128, KEYS = 64;
 // A tile in shared memory: blocks of 64 rows and 64 lanes, rows of 128 bytes whose 16-byte pieces are turned by the row.

@@ -28,6 +28,7 @@ const HEADERS: &[(&str, &str)] = &[
     // From the bottom up.
     file!("ptx.cuh"),
     file!("hopper.cuh"),
+    file!("element.cuh"),
     file!("list.cuh"),
     file!("gather.cuh"),
     file!("finish.cuh"),

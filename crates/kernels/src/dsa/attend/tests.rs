@@ -6,49 +6,15 @@ use proptest::prelude::*;
 use super::{SparseParams, sparse_attend, sparse_workspace_bytes};
 use crate::cpu::Isa;
 use crate::mla::Geometry;
-use crate::reference::{self, Attended, Real};
-use crate::{DType, Element, Error, Result, Stream, TensorMut, TensorRef};
-
-trait Number: Element + Real + PartialEq + std::fmt::Debug {
-    fn of(value: f32) -> Self;
-}
-
-impl Number for f32 {
-    fn of(value: f32) -> f32 {
-        value
-    }
-}
-
-impl Number for bf16 {
-    fn of(value: f32) -> bf16 {
-        bf16::from_f32(value)
-    }
-}
-
-impl Number for f16 {
-    fn of(value: f32) -> f16 {
-        f16::from_f32(value)
-    }
-}
+use crate::reference::{self, Attended};
+use crate::testing::{Number, hash, noise};
+use crate::{DType, Error, Result, Stream, TensorMut, TensorRef};
 
 fn on_every_isa(mut test: impl FnMut()) {
     for &isa in Isa::supported() {
         let _forced = Isa::force(isa).unwrap();
         test();
     }
-}
-
-fn hash(parts: &[u64]) -> u64 {
-    let mut x = 0x9e37_79b9_7f4a_7c15u64;
-    for &part in parts {
-        x = (x ^ part).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x ^= x >> 29;
-    }
-    x
-}
-
-fn noise(parts: &[u64]) -> f32 {
-    (hash(parts) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
 }
 
 /// A batch of rows over requests. Slots that no request stores are NaN.

@@ -1,13 +1,11 @@
 //! Batches made from a few numbers, run through the call and through the oracle.
 
-use half::{bf16, f16};
-
-use crate::cpu::Isa;
 use crate::mla::{AttendParams, Geometry, Variant, attend, schedule, workspace_bytes};
 use crate::paged::{PageTable, ScheduleOptions};
-use crate::reference::{self, Attended, Real};
+use crate::reference::{self, Attended};
+pub(crate) use crate::testing::{Number, noise, on_every_isa};
 use crate::work::WorkList;
-use crate::{DType, Element, Stream, TensorMut, TensorRef};
+use crate::{DType, Stream, TensorMut, TensorRef};
 
 /// A row to make.
 #[derive(Clone, Debug, Default)]
@@ -28,29 +26,6 @@ pub(crate) fn row(q_len: usize, kv_len: usize) -> RowSpec {
     RowSpec { q_len, kv_len, ..RowSpec::default() }
 }
 
-/// An element type of tests.
-pub(crate) trait Number: Element + Real + PartialEq + std::fmt::Debug {
-    fn of(value: f32) -> Self;
-}
-
-impl Number for f32 {
-    fn of(value: f32) -> f32 {
-        value
-    }
-}
-
-impl Number for bf16 {
-    fn of(value: f32) -> bf16 {
-        bf16::from_f32(value)
-    }
-}
-
-impl Number for f16 {
-    fn of(value: f32) -> f16 {
-        f16::from_f32(value)
-    }
-}
-
 /// Shapes of a layer, all but its types.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
@@ -58,23 +33,6 @@ pub(crate) struct Shape {
     pub(crate) c: usize,
     pub(crate) e: usize,
     pub(crate) s: usize,
-}
-
-pub(crate) fn on_every_isa(mut test: impl FnMut(Isa)) {
-    for &isa in Isa::supported() {
-        let _forced = Isa::force(isa).unwrap();
-        test(isa);
-    }
-}
-
-/// A hash of integers as a number in -1..1.
-pub(crate) fn noise(parts: &[u64]) -> f32 {
-    let mut x = 0x9e37_79b9_7f4a_7c15u64;
-    for &part in parts {
-        x = (x ^ part).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x ^= x >> 29;
-    }
-    (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0
 }
 
 /// A batch: tables and tensors. Slots that no row holds are NaN.

@@ -6,40 +6,10 @@ use crate::cpu::Isa;
 use crate::paged::{
     AttendParams, Geometry, PageTable, ScheduleOptions, Variant, attend, schedule, workspace_bytes,
 };
-use crate::reference::{self, Real};
+use crate::reference;
+use crate::testing::{Number, noise};
 use crate::work::WorkList;
 use crate::{DType, Element, Error, Result, Stream, TensorMut, TensorRef, fp8};
-
-trait Number: Element + Real + PartialEq + std::fmt::Debug {
-    fn of(value: f32) -> Self;
-}
-
-impl Number for f32 {
-    fn of(value: f32) -> f32 {
-        value
-    }
-}
-
-impl Number for bf16 {
-    fn of(value: f32) -> bf16 {
-        bf16::from_f32(value)
-    }
-}
-
-impl Number for f16 {
-    fn of(value: f32) -> f16 {
-        f16::from_f32(value)
-    }
-}
-
-fn noise(parts: &[u64]) -> f32 {
-    let mut x = 0x9e37_79b9_7f4a_7c15u64;
-    for &part in parts {
-        x = (x ^ part).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x ^= x >> 29;
-    }
-    (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-}
 
 /// Rows over one pool, whose pages are dealt out in a jumble. Slots that no row holds are NaN under scales of NaN.
 #[derive(Clone)]
