@@ -1,5 +1,6 @@
 //! Latents over pages.
 
+use crate::cuda::Context;
 use crate::mla::{AttendParams, Geometry, Variant, attend};
 use crate::paged::PageTable;
 use crate::plan::{Capacity, Latents, Plan, PlanOptions};
@@ -32,6 +33,28 @@ impl OverLatents {
             q_dtype: dtype,
             kv_dtype: dtype,
         }
+    }
+}
+
+impl OverLatents {
+    /// Items that a batch is cut into.
+    fn items(&self, set: &Setting, rows: &[Row]) -> usize {
+        let batches = set.batches(rows);
+        let rows = &batches[0];
+        let pages = Pages::of(rows, |row| row.kv, self.page, set.place);
+        let (qo, last) = (indptr(rows, |row| row.q), pages.last(rows));
+        let table = PageTable {
+            qo_indptr: &qo,
+            kv_indptr: &pages.indptr,
+            kv_indices: &pages.indices,
+            kv_last_page_len: &last,
+            num_pages: pages.pool,
+            ..PageTable::default()
+        };
+        let options = PlanOptions { device: DEVICE, kernels: self.kernels, ..PlanOptions::default() };
+        let variant = Variant { sm_scale: 0.13, causal: true };
+        let plan: Plan<Latents> = Plan::new(&self.geometry(set.dtype), &variant, &table, &options).unwrap();
+        plan.work().items.len()
     }
 }
 
@@ -121,4 +144,12 @@ fn an_item_of_several_leaves_has_the_bits_of_several_items() {
         assert_eq!(apart, run(1), "two leaves an item");
         assert_eq!(apart, run(2), "four leaves an item");
     }
+    if context_is_hopper() {
+        let items = |level| forced::with_level(level, || family.items(&Setting::of(DType::Bf16), &company));
+        assert!(items(0) > items(1) && items(1) > items(2), "{} {} {}", items(0), items(1), items(2));
+    }
+}
+
+fn context_is_hopper() -> bool {
+    Context::of(DEVICE).is_ok_and(Context::is_hopper)
 }
