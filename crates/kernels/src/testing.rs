@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+#[cfg(any(feature = "mla", feature = "dense", feature = "flex"))]
 use crate::cpu::Isa;
 use crate::reference::Real;
 use crate::{DType, Element};
@@ -30,6 +31,7 @@ impl Number for f16 {
     }
 }
 
+#[cfg(any(feature = "mla", feature = "dense", feature = "flex"))]
 pub(crate) fn on_every_isa(mut test: impl FnMut(Isa)) {
     for &isa in Isa::supported() {
         let _forced = Isa::force(isa).unwrap();
@@ -51,6 +53,7 @@ pub(crate) fn noise(parts: &[u64]) -> f32 {
 }
 
 /// Holds numbers against the oracle's: infinities must match, the rest within a relative L2 error.
+#[cfg(any(feature = "dense", feature = "flex"))]
 pub(crate) fn judge(what: &str, got: impl Iterator<Item = f64>, want: &[f64], bound: f64) {
     let (mut error, mut norm, mut count) = (0.0, 0.0, 0);
     for (i, got) in got.enumerate() {
@@ -70,6 +73,7 @@ pub(crate) fn judge(what: &str, got: impl Iterator<Item = f64>, want: &[f64], bo
 }
 
 /// The error that outputs of a type may have.
+#[cfg(any(feature = "dense", feature = "flex"))]
 pub(crate) fn bound(q: DType, kv: DType) -> f64 {
     match (q, kv) {
         // Weights are rounded to bf16 where the machine multiplies such.

@@ -56,7 +56,7 @@ fn latent_level(list: &WorkList) -> u32 {
     {
         return 0;
     }
-    #[cfg(test)]
+    #[cfg(all(test, feature = "cuda"))]
     if let Some(level) = forced::level() {
         return level;
     }
@@ -152,25 +152,13 @@ pub(crate) fn cut_tokens(geometry: &Geometry, stored: Stored) -> usize {
     }
 }
 
-#[cfg(test)]
-thread_local!(static FORCED: std::cell::Cell<Option<u32>> = const { std::cell::Cell::new(None) });
-
-/// What `work` returns, with lists of this thread cut into items of up to `1 << level` leaves.
-#[cfg(test)]
-pub(crate) fn with_level<R>(level: u32, work: impl FnOnce() -> R) -> R {
-    FORCED.set(Some(level));
-    let done = work();
-    FORCED.set(None);
-    done
-}
-
 /// Leaves, as a power of two, that an item of the decode kernel takes; `None` for a list that it does not take.
 fn level(list: &WorkList) -> Option<u32> {
     if list.stored != Stored::Heads || !in_halves(&list.geometry) {
         return None;
     }
-    #[cfg(test)]
-    if let Some(level) = FORCED.get() {
+    #[cfg(all(test, feature = "cuda"))]
+    if let Some(level) = forced::level() {
         return Some(level);
     }
     let items = |level: u32| -> u64 {
@@ -285,7 +273,7 @@ fn row(list: &mut WorkList, index: usize, level: Option<u32>, latents: u32, scra
 }
 
 /// Tests say how many leaves an item has.
-#[cfg(test)]
+#[cfg(all(test, feature = "cuda"))]
 pub(crate) mod forced {
     use std::cell::Cell;
 
@@ -297,7 +285,7 @@ pub(crate) mod forced {
         LEVEL.get()
     }
 
-    /// What `run` cuts on this thread has items over latents of up to two to the `level` leaves.
+    /// What `run` cuts on this thread has items of up to two to the `level` leaves.
     #[allow(dead_code, reason = "trials are there with every feature alone")]
     pub(crate) fn with_level<R>(level: u32, run: impl FnOnce() -> R) -> R {
         LEVEL.set(Some(level));

@@ -25,8 +25,6 @@ pub(crate) use cut_blocks::cut_tokens;
 #[cfg(all(test, feature = "cuda"))]
 #[allow(unused_imports, reason = "trials are there with every feature alone")]
 pub(crate) use cut_blocks::forced;
-#[cfg(all(test, feature = "cuda"))]
-pub(crate) use cut_blocks::with_level;
 pub(crate) use family::Stored;
 #[cfg(any(feature = "cuda", feature = "flex"))]
 pub(crate) use family::blocks_leaf;

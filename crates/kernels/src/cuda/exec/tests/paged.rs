@@ -260,7 +260,7 @@ fn how_many_leaves_an_item_has_changes_no_bit() {
     for (group, window) in [(1, None), (4, Some(8700)), (7, None), (16, Some(4000)), (20, None)] {
         let (geometry, variant) = (geometry(group), Variant { window_left: window, ..Variant::causal(D) });
         let bits = [0, 1, 2, 3, 4, 5].map(|level| {
-            let mut plan = crate::paged::with_level(level, || {
+            let mut plan = crate::paged::forced::with_level(level, || {
                 Plan::<Heads>::new(&geometry, &variant, &batch.arrays().table(), &options).unwrap()
             });
             assert!(plan.work().tasks.iter().all(|task| task.level == level));
