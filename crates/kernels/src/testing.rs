@@ -2,10 +2,10 @@
 
 use half::{bf16, f16};
 
+use crate::Element;
 #[cfg(any(feature = "mla", feature = "dense", feature = "flex"))]
 use crate::cpu::Isa;
 use crate::reference::Real;
-use crate::{DType, Element};
 
 /// An element type of tests.
 pub(crate) trait Number: Element + Real + PartialEq + std::fmt::Debug {
@@ -74,7 +74,8 @@ pub(crate) fn judge(what: &str, got: impl Iterator<Item = f64>, want: &[f64], bo
 
 /// The error that outputs of a type may have.
 #[cfg(any(feature = "dense", feature = "flex"))]
-pub(crate) fn bound(q: DType, kv: DType) -> f64 {
+pub(crate) fn bound(q: crate::DType, kv: crate::DType) -> f64 {
+    use crate::DType;
     match (q, kv) {
         // Weights are rounded to bf16 where the machine multiplies such.
         (DType::Bf16, DType::Bf16) => 4e-3,
