@@ -21,7 +21,8 @@ static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
 constexpr u32 CONSUMER_WARPS = 8;
 
-// What the first group hands to the second, again and again: weights and factors are there; they may be written over.
+// What the first group hands to the second, again and again: weights and factors are there; they may be written over. Every thread
+// arrives: what one lane's arrival says of its warp, a race checker does not follow.
 struct Handed {
     Mark there, free;
 };
@@ -171,7 +172,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
                 stmatrix_x4(weights + ((2 * k + lane() / 16) ^ (weight_row % 8)) * 16, packed[k]);
             if (t == 0) factors[row] = alpha[0], factors[row + 8] = alpha[1];
             async_fence();
-            released(&handed.there);
+            mark_arrive(&handed.there);
             turns++;
 
             scaled(out, alpha[0], alpha[1]);
@@ -225,7 +226,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
         }
         mark_wait(&handed.free, turns % 2 ^ 1);
         if (t == 0) factors[row] = factor[0], factors[row + 8] = factor[1];
-        released(&handed.there);
+        mark_arrive(&handed.there);
         turns++;
         store(p, unit, out, 0, factor);
     });
@@ -261,13 +262,13 @@ DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
             wgmma_wait<0>();
             pin(out);
             released(&told.empty[turn.slot]);
-            released(&handed.free);
+            mark_arrive(&handed.free);
             turns++;
             turn.next();
         }
         mark_wait(&handed.there, turns % 2);
         const float factor[2] = {factors[row], factors[row + 8]};
-        released(&handed.free);
+        mark_arrive(&handed.free);
         turns++;
         store(p, unit, out, 1, factor);
     });
@@ -278,8 +279,8 @@ MSTAR_KERNEL(latent_wide, Attend, THREADS, 1) {
     Told& told = *reinterpret_cast<Told*>(shared + TOLD_AT);
     if (thread_x() == 0) {
         Handed& handed = handed_of(shared);
-        mark_init(&handed.there, CONSUMER_WARPS / 2);
-        mark_init(&handed.free, CONSUMER_WARPS / 2);
+        mark_init(&handed.there, GROUP);
+        mark_init(&handed.free, GROUP);
     }
     start(told, CONSUMER_WARPS);
     const u32 group = group_index();
