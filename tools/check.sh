@@ -62,8 +62,8 @@ step "test" bash -c "$(sed -n 's/^\(cargo test .*\)$/\1/p' README.md | head -n 1
 step "quickstart" bash -c "$(sed -n 's/^\(cargo run .*\)$/\1/p' README.md | head -n 1)"
 step "kernels" bash tools/kernels.sh
 step "an emulated device" cargo test -q --locked -p mstar-kernels --features paged,mla,dense,flex,dsa,emulator --lib cuda::
-# What only `wgmma` by name chooses so far: picks as a work list.
-step "wgmma by name" env MSTAR_KERNELS=wgmma cargo test -q --locked -p mstar-kernels --features paged,mla,dense,flex,dsa,emulator --lib -- \
+# On a card that has `wgmma`: what runs where it is not wanted.
+step "mma by name" env MSTAR_KERNELS=mma cargo test -q --locked -p mstar-kernels --features paged,mla,dense,flex,dsa,emulator --lib -- \
     dsa:: cuda::trials::faults::sparse
 # What a run captures, what it takes and builds, devices compared, a whole forward as one region.
 step "runs on it" cargo test -q --locked -p mstar --features emulator --test run --test specs --test parity --bin mstar -- \

@@ -11,7 +11,7 @@ use mstar_kernels::dsa::{
 use mstar_kernels::mla::{Geometry, Variant};
 use mstar_kernels::paged::PageTable;
 use mstar_kernels::plan::{Capacity, Latents, PlanOptions};
-use mstar_kernels::{Device, Error, Stream, paged};
+use mstar_kernels::{Device, Error, Kernels, Stream, paged};
 
 use crate::{DsaPlan, Result};
 
@@ -32,7 +32,7 @@ pub struct Indexer {
 ///
 /// # Errors
 /// A kernel that cannot be built.
-pub(crate) fn prepare(layer: &Layer, stream: &Stream) -> Result<()> {
+pub(crate) fn prepare(layer: &Layer, kernels: Kernels, stream: &Stream) -> Result<()> {
     let device = stream.device();
     if device == Device::Cpu {
         return Ok(());
@@ -49,17 +49,17 @@ pub(crate) fn prepare(layer: &Layer, stream: &Stream) -> Result<()> {
             ..PageTable::default()
         };
         let capacity = Some(Capacity { rows: 1, tokens, pages: 1 });
-        let options = PlanOptions { device, capacity, ..PlanOptions::default() };
+        let options = PlanOptions { device, capacity, kernels, ..PlanOptions::default() };
         let dense = mstar_kernels::plan::Plan::<Latents>::new(&layer.geometry, &variant, &table, &options);
         dense?.stage(stream)?;
     }
-    prepare_picks(layer, stream)
+    prepare_picks(layer, kernels, stream)
 }
 
-fn prepare_picks(layer: &Layer, stream: &Stream) -> Result<()> {
+fn prepare_picks(layer: &Layer, kernels: Kernels, stream: &Stream) -> Result<()> {
     let Indexer { index_n_heads, index_head_dim, format, .. } = layer.indexer;
-    prepare_select(stream, layer.geometry.q_dtype, format, index_n_heads, index_head_dim)?;
-    Ok(prepare_sparse(stream, &layer.geometry)?)
+    prepare_select(stream, layer.geometry.q_dtype, format, index_n_heads, index_head_dim, kernels)?;
+    Ok(prepare_sparse(stream, &layer.geometry, kernels)?)
 }
 
 /// The layer that a batch is planned for.
@@ -231,6 +231,11 @@ impl Plan {
         self.dense.options().device
     }
 
+    /// Which kernels its runs are of, on a device.
+    pub fn kernels(&self) -> Kernels {
+        self.dense.options().kernels
+    }
+
     /// Has the plan where its runs read it: on a device, work list and rows on their way and kernels built; nothing on the CPU.
     /// Belongs to planning, and never waits for the device.
     ///
@@ -241,14 +246,19 @@ impl Plan {
         if self.device() == Device::Cpu || !self.needs_selection() {
             return Ok(());
         }
-        prepare_picks(&self.layer, stream)?;
+        let kernels = self.kernels();
+        prepare_picks(&self.layer, kernels, stream)?;
         let keys = self.max_keys();
         let rows = &self.rows;
-        let on = match self.on.0.take().filter(|on| on.device() == stream.device() && on.max_keys() >= keys) {
+        let serves = |on: &DeviceTable| {
+            on.device() == stream.device() && on.max_keys() >= keys && on.kernels() == kernels
+        };
+        let on = match self.on.0.take().filter(serves) {
             Some(on) => on,
             None => {
                 let (tokens, requests) = (rows.row_request.len(), rows.row_keys.len());
                 DeviceTable::with_capacity(stream, tokens, requests, rows.pages.capacity(), keys)?
+                    .with_kernels(kernels)
             }
         };
         self.on.0.insert(on).set(stream, &rows.table())?;
@@ -266,7 +276,7 @@ impl Plan {
             (true, on) => Some(on.as_ref()?),
         };
         let mut hasher = DefaultHasher::new();
-        (dense, table.map(|on| (on.address(), on.max_keys()))).hash(&mut hasher);
+        (dense, table.map(|on| (on.address(), on.max_keys(), on.kernels()))).hash(&mut hasher);
         Some(hasher.finish())
     }
 

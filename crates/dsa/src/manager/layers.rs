@@ -339,7 +339,11 @@ impl SparseAttention for DsaManager {
         Some(format!(
             "{} dsa, {}: {selected} queries over a pick of {}, {} over all keys; index keys {} in {}",
             if self.stream.device() == Device::Cpu { "cpu" } else { "cuda" },
-            if self.stream.device() == Device::Cpu { Isa::current().name() } else { "mma" },
+            if self.stream.device() == Device::Cpu {
+                Isa::current().name()
+            } else {
+                self.kernels.on(self.stream.device()).name()
+            },
             self.index.index_topk,
             queries - selected,
             self.index.format,

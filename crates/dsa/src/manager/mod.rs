@@ -30,8 +30,8 @@ use mstar_core::kv::PagedKv;
 use mstar_core::resource::{Fingerprint, Ingest, Outcome, PaddedShape, Promotion, StepContext};
 use mstar_core::step::{AttentionStep, Declaration};
 use mstar_core::{Error, Label, PlanId, RequestId, Resource, ResourceName, Result, Step, StepSerial};
-use mstar_kernels::Stream;
 use mstar_kernels::plan::{Capacity, PlanOptions};
+use mstar_kernels::{Kernels, Stream};
 
 pub use factory::DsaFactory;
 pub(crate) use factory::supports;
@@ -48,6 +48,8 @@ pub struct DsaManager {
     stream: Stream,
     kv: Arc<dyn PagedKv>,
     layer: Layer,
+    /// Which kernels run on a device.
+    kernels: Kernels,
     index: IndexGeometry,
     /// The plane of index keys, when they lie in pages.
     plane: String,
@@ -103,12 +105,14 @@ impl DsaManager {
             Some(largest) => Sizes::foreseen(&layer, index, largest, cx.device()).map_err(said)?,
             None => Sizes::default(),
         };
-        batch::prepare(&layer, &cx.stream).map_err(|error| Error::backend(cx.name.as_str(), error))?;
+        batch::prepare(&layer, cx.kernels, &cx.stream)
+            .map_err(|error| Error::backend(cx.name.as_str(), error))?;
         Ok(DsaManager {
             name: cx.name.clone(),
             stream: cx.stream,
             kv,
             layer,
+            kernels: cx.kernels,
             index: index.clone(),
             plane: IndexGeometry::plane_name(&cx.name),
             buffers: Mutex::default(),
@@ -180,7 +184,8 @@ impl DsaManager {
         if let (0, Some(capacity)) = (room.keys, &capacity) {
             room.keys = capacity.pages.saturating_mul(config.page_size);
         }
-        let options = PlanOptions { capacity, device: self.stream.device(), ..PlanOptions::default() };
+        let (device, kernels) = (self.stream.device(), self.kernels);
+        let options = PlanOptions { capacity, device, kernels, ..PlanOptions::default() };
         if self.in_buffers() {
             self.grow_buffers(&kv)?;
         }
@@ -251,9 +256,9 @@ impl Resource for DsaManager {
     fn fingerprint(&self) -> Option<Fingerprint> {
         let IndexGeometry { index_n_heads, index_head_dim, index_topk, format, full_layers, .. } =
             &self.index;
-        let scale = self.layer.sm_scale.to_bits();
+        let (scale, kernels) = (self.layer.sm_scale.to_bits(), self.kernels.name());
         let text = format!(
-            "dsa {:?} {scale:08x} {index_n_heads} {index_head_dim} {index_topk} {format} {full_layers:?}",
+            "dsa {:?} {scale:08x} {index_n_heads} {index_head_dim} {index_topk} {format} {full_layers:?} {kernels}",
             self.layer.geometry
         );
         Some(Fingerprint(text.into_bytes()))

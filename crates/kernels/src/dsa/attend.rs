@@ -7,7 +7,7 @@ use crate::cpu::tokens::{apart, on_cpu};
 use crate::mla::Geometry;
 
 use super::DeviceTable;
-use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
+use crate::{DType, Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
 
 /// What [`sparse_attend`] reads and writes. `T` query rows, `K` picks a row at most, `R` requests, `P` pages; other
 /// letters are the [`Geometry`]'s.
@@ -195,17 +195,17 @@ pub fn sparse_workspace_bytes_on(
     sparse_workspace_bytes(geometry, topk, workers)
 }
 
-/// Has the kernels of [`sparse_attend_at`] built and loaded. Belongs to planning; nothing on the CPU.
+/// Has the kernels of [`sparse_attend_at`] over a table [of such kernels](DeviceTable::with_kernels) built and loaded. Belongs to planning; nothing on the CPU.
 ///
 /// # Errors
 /// A kernel that cannot be built; no such device.
-pub fn prepare_sparse(stream: &Stream, geometry: &Geometry) -> Result<()> {
+pub fn prepare_sparse(stream: &Stream, geometry: &Geometry, kernels: Kernels) -> Result<()> {
     let device = crate::device::supported("sparse attention", stream)?;
     #[cfg(feature = "cuda")]
     if device != Device::Cpu {
-        return crate::cuda::exec::prepare_sparse(device, geometry);
+        return crate::cuda::exec::prepare_sparse(device, geometry, kernels);
     }
-    let _ = (device, geometry);
+    let _ = (device, geometry, kernels);
     Ok(())
 }
 

@@ -5,7 +5,7 @@ use bytemuck::{Pod, Zeroable};
 use super::Table;
 #[cfg(feature = "cuda")]
 use crate::Error;
-use crate::{Device, Result, Staged, Stream};
+use crate::{Device, Kernels, Result, Staged, Stream};
 
 /// The row arrays and page tables of [`select_at`](super::select_at), [`scores_at`](super::scores_at) and
 /// [`sparse_attend_at`](super::sparse_attend_at), at an address that stays: a captured call goes over what was
@@ -19,6 +19,8 @@ pub struct DeviceTable {
     keys: usize,
     /// Most keys that a row sees.
     seen: usize,
+    /// Which kernels calls over it run.
+    kernels: Kernels,
 }
 
 /// As `Table` in `cu/table.cuh`.
@@ -56,7 +58,18 @@ impl DeviceTable {
         keys: usize,
     ) -> Result<DeviceTable> {
         let staged = Staged::with_capacity(stream, bytes(rows, requests, pages))?;
-        Ok(DeviceTable { staged, rows: 0, requests: 0, keys, seen: 0 })
+        Ok(DeviceTable { staged, rows: 0, requests: 0, keys, seen: 0, kernels: Kernels::Auto })
+    }
+
+    /// The same, for calls that run such kernels; `auto` where this is not said. Those are what
+    /// [`prepare_select`](super::prepare_select) and [`prepare_sparse`](super::prepare_sparse) are to be asked for.
+    pub fn with_kernels(self, kernels: Kernels) -> DeviceTable {
+        DeviceTable { kernels, ..self }
+    }
+
+    /// Which kernels calls over it run.
+    pub fn kernels(&self) -> Kernels {
+        self.kernels
     }
 
     /// Makes this the table of another batch, in stream order; never waits. The arrays are those that the calls over it are

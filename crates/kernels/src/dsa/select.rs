@@ -4,7 +4,7 @@ use super::{DeviceTable, KeyFormat, Table};
 use crate::cpu::Isa;
 use crate::cpu::dsa::{Call, Sink};
 use crate::cpu::tokens::{apart, on_cpu};
-use crate::{Buffer, DType, Device, Error, Result, Stream, TensorMut, TensorRef};
+use crate::{Buffer, DType, Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
 
 /// What [`select`] reads and writes. `T` query rows of `R` requests; `P` pages of `S` slots of `W` elements, where `W` is
 /// [`KeyFormat::width`] of `Di`.
@@ -144,7 +144,8 @@ pub fn select_workspace_bytes_on(
     select_workspace_bytes(max_rows, max_keys, index_n_heads, index_head_dim, topk, workers)
 }
 
-/// Has the kernels of [`select_at`] built and loaded, for index queries of a type over keys of a format. Belongs to planning;
+/// Has the kernels of [`select_at`] over a table [of such kernels](DeviceTable::with_kernels) built and loaded, for index queries
+/// of a type over keys of a format. Belongs to planning;
 /// nothing on the CPU.
 ///
 /// # Errors
@@ -155,13 +156,21 @@ pub fn prepare_select(
     format: KeyFormat,
     index_n_heads: usize,
     index_head_dim: usize,
+    kernels: Kernels,
 ) -> Result<()> {
     let device = crate::device::supported("index selection", stream)?;
     #[cfg(feature = "cuda")]
     if device != Device::Cpu {
-        return crate::cuda::exec::prepare_select(device, q_dtype, format, index_n_heads, index_head_dim);
+        return crate::cuda::exec::prepare_select(
+            device,
+            q_dtype,
+            format,
+            index_n_heads,
+            index_head_dim,
+            kernels,
+        );
     }
-    let _ = (device, q_dtype, format, index_n_heads, index_head_dim);
+    let _ = (device, q_dtype, format, index_n_heads, index_head_dim, kernels);
     Ok(())
 }
 

@@ -131,7 +131,7 @@ fn indexer(kernel: &'static str, rows: Rows) -> Case {
                 kv_lens: &kv_lens,
             },
         )?;
-        prepare_select(&stream, q_dtype, format, HEADS, WIDTH)?;
+        prepare_select(&stream, q_dtype, format, HEADS, WIDTH, on.kernels())?;
         let device = place.device();
         let bytes = scores_workspace_bytes(t, keys, HEADS, WIDTH, workers)
             .max(select_workspace_bytes_on(device, t, keys, HEADS, WIDTH, TOPK, workers));

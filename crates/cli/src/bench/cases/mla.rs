@@ -242,7 +242,7 @@ fn picked(rows: Rows) -> Case {
                 kv_lens: &kv_lens,
             },
         )?;
-        prepare_sparse(&stream, &rows.geometry())?;
+        prepare_sparse(&stream, &rows.geometry(), on.kernels())?;
         let bytes = sparse_workspace_bytes_on(place.device(), &rows.geometry(), t, picks, workers);
         let mut tensors = Tensors::new(place, rows, bytes)?;
         Ok(Made::alone(move || {

@@ -140,13 +140,14 @@ fn choose_wide(
     heads: usize,
     width: usize,
     aligned: bool,
+    kernels: Kernels,
     context: &Context,
 ) -> Option<Choice> {
     let codes = format == KeyFormat::Fp8;
     let served = q != DType::F32 && if codes { aligned } else { format.dtype() == q };
     let depth = width.next_multiple_of(64);
     let room = context.shared_per_block_optin() as usize;
-    if !served || depth > MAX_DEPTH || !context.is_hopper() || Kernels::Auto.settled() == Kernels::Mma {
+    if !served || depth > MAX_DEPTH || !context.is_hopper() || kernels.settled() == Kernels::Mma {
         return None;
     }
     // Blocks share a multiprocessor's memory, and products need registers; many bytes are to be on their way.
@@ -178,9 +179,10 @@ fn choose(
     heads: usize,
     width: usize,
     aligned: bool,
+    kernels: Kernels,
     context: &Context,
 ) -> Choice {
-    if let Some(wide) = choose_wide(q, format, heads, width, aligned, context) {
+    if let Some(wide) = choose_wide(q, format, heads, width, aligned, kernels, context) {
         return wide;
     }
     let room = context.shared_per_block_optin();
@@ -216,10 +218,17 @@ fn alignment(format: KeyFormat) -> usize {
 }
 
 /// Compiles and loads what selecting with such an indexer will run.
-pub(crate) fn prepare(device: Device, q: DType, format: KeyFormat, heads: usize, width: usize) -> Result<()> {
+pub(crate) fn prepare(
+    device: Device,
+    q: DType,
+    format: KeyFormat,
+    heads: usize,
+    width: usize,
+    kernels: Kernels,
+) -> Result<()> {
     let context = Context::of(device)?;
     let aligned = format.bytes(width).is_multiple_of(alignment(format));
-    let scores = choose(q, format, heads, width, aligned, context).key;
+    let scores = choose(q, format, heads, width, aligned, kernels, context).key;
     // Keys come in the queries' type.
     let [count, pick] = picking();
     jit::prepare(device, &[scores, count, pick, storing(q, format)])
@@ -245,7 +254,7 @@ fn score(
     let [_, heads, width] = [0, 1, 2].map(|axis| call.q.shape()[axis]);
     let keys = table.max_keys().max(fill);
     let aligned = View::aligned_to(&call.keys, alignment(call.format));
-    let choice = choose(call.q.dtype(), call.format, heads, width, aligned, context);
+    let choice = choose(call.q.dtype(), call.format, heads, width, aligned, table.kernels(), context);
     let function = jit::function(stream.device(), &choice.key)?;
     let slots = context.sm_count() * choice.blocks;
     // Long chunks load queries seldom; short ones are spread evenly.

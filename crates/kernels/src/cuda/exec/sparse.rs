@@ -138,17 +138,20 @@ struct Kinds {
     list: Option<Choice>,
 }
 
-fn choose(geometry: &Geometry, context: &Context) -> Kinds {
+fn choose(geometry: &Geometry, kernels: Kernels, context: &Context) -> Kinds {
     let heads = geometry.num_qo_heads;
     let picks = Key::new(Unit::PICKS, "picks_order")
         .with("Q_TYPE", number(geometry.q_dtype))
         .with("KV_TYPE", number(geometry.kv_dtype));
     let key = Key::new(Unit::SPARSE, "sparse_attend");
     let over = latents::variant(key, &geometry.one_head(), heads, heads, context);
-    // What a card has not been seen to do right is asked for by name.
-    let wanted = context.is_hopper() && Kernels::Auto.settled() == Kernels::Wgmma;
-    let list =
-        if wanted { latents::hopper(&geometry.one_head(), Walk::Few, heads, heads, context) } else { None };
+    // Whatever the batch: the two have other bits. A Hopper's is the faster one, but for many rows of few heads.
+    let list = match kernels.settled() {
+        Kernels::Mma => None,
+        Kernels::Auto | Kernels::Wgmma => {
+            latents::hopper(&geometry.one_head(), Walk::Few, heads, heads, context)
+        }
+    };
     Kinds { picks, over, list }
 }
 
@@ -167,8 +170,8 @@ fn steps(latent: &TensorRef<'_>) -> Option<(usize, usize)> {
 }
 
 /// Compiles and loads what attending such a layer's picks will run.
-pub(crate) fn prepare(device: Device, geometry: &Geometry) -> Result<()> {
-    let Kinds { picks, over, list } = choose(geometry, Context::of(device)?);
+pub(crate) fn prepare(device: Device, geometry: &Geometry, kernels: Kernels) -> Result<()> {
+    let Kinds { picks, over, list } = choose(geometry, kernels, Context::of(device)?);
     let entry = |entry| Key { entry, ..picks.clone() };
     let mut keys = vec![entry("picks_order")];
     match &over {
@@ -200,7 +203,7 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
     }
     let device = stream.device();
     let context = Context::of(device)?;
-    let Kinds { picks: key, over, list } = choose(geometry, context);
+    let Kinds { picks: key, over, list } = choose(geometry, table.kernels(), context);
     let entry = |entry| jit::function(device, &Key { entry, ..key.clone() });
     let (c, e) = (geometry.kv_lora_rank, geometry.qk_rope_head_dim);
     let aligned = c.is_multiple_of(8)

@@ -171,5 +171,6 @@ fn families() -> Vec<Box<dyn Family>> {
         Box::new(InBlocks::narrow()),
         Box::new(Picked::narrow()),
         Box::new(OverPicks::narrow()),
+        Box::new(OverPicks { kernels: Kernels::Mma, ..OverPicks::narrow() }),
     ]
 }

@@ -155,14 +155,12 @@ fn latents(runner: &Runner) {
 }
 
 fn sparse(runner: &Runner) {
-    let of = |h, c, e| OverPicks { h, c, e, topk: 520 };
+    let of = |h, c, e, kernels| OverPicks { h, c, e, topk: 520, kernels };
     let rows = [row(0, 1, 300), row(1, 2, 17), row(2, 1, 0)];
-    for (dtype, family) in
-        [(BF16, of(16, 512, 64)), (BF16, of(128, 512, 64)), (F16, of(32, 256, 64)), (F32, of(2, 40, 8))]
-    {
+    for (dtype, h, c, e) in [(BF16, 16, 512, 64), (BF16, 128, 512, 64), (F16, 32, 256, 64), (F32, 2, 40, 8)] {
         // Over picks as they are, and on a Hopper over a list of them.
-        for shared in [HOPPER - (1 << 10), HOPPER] {
-            runner.run(&family, &rows, dtype, 0, shared);
+        for kernels in [Kernels::Mma, Kernels::Auto] {
+            runner.run(&of(h, c, e, kernels), &rows, dtype, 0, HOPPER);
         }
     }
     let of = |width, format| Picked { heads: 8, width, topk: 24, format, gap: 0 };

@@ -4,7 +4,7 @@ use crate::dsa::{
     self, DeviceTable, KeyFormat, ScoresParams, SelectParams, SparseParams, Table, f32_to_e4m3,
 };
 use crate::mla::Geometry;
-use crate::{DType, Stream};
+use crate::{DType, Kernels, Stream};
 
 use super::memory::{Numbers, Outputs, Pages, indptr, noise, put, queries, scratch, take};
 use super::{Bits, DEVICE, Family, Row, Setting, ragged};
@@ -28,6 +28,7 @@ pub(super) struct OverPicks {
     pub(super) c: usize,
     pub(super) e: usize,
     pub(super) topk: usize,
+    pub(super) kernels: Kernels,
 }
 
 const PAGE: usize = 16;
@@ -92,7 +93,7 @@ impl Family for Picked {
     fn run(&self, stream: &Stream, set: &Setting, rows: &[Row]) -> Vec<Bits> {
         let Picked { heads: h, width: d, topk: k, .. } = *self;
         let (dtype, junk, format) = (set.dtype, set.junk, self.format(set.dtype));
-        dsa::prepare_select(stream, dtype, format, h, d).unwrap();
+        dsa::prepare_select(stream, dtype, format, h, d, Kernels::Auto).unwrap();
         let mut on = DeviceTable::with_capacity(stream, 0, 0, 0, 0).unwrap();
         let mut results = Vec::new();
         for rows in set.batches(rows) {
@@ -185,7 +186,7 @@ impl Family for Picked {
 impl OverPicks {
     pub(super) fn narrow() -> OverPicks {
         // More than a leaf of 512 picks, so that states are joined.
-        OverPicks { h: 6, c: 48, e: 16, topk: 600 }
+        OverPicks { h: 6, c: 48, e: 16, topk: 600, kernels: Kernels::Auto }
     }
 
     pub(super) fn geometry(&self, dtype: DType) -> Geometry {
@@ -210,10 +211,10 @@ impl Family for OverPicks {
     }
 
     fn run(&self, stream: &Stream, set: &Setting, rows: &[Row]) -> Vec<Bits> {
-        let OverPicks { h, c, e, topk: k } = *self;
+        let OverPicks { h, c, e, topk: k, kernels } = *self;
         let (geometry, dtype, junk) = (self.geometry(set.dtype), set.dtype, set.junk);
-        dsa::prepare_sparse(stream, &geometry).unwrap();
-        let mut on = DeviceTable::with_capacity(stream, 0, 0, 0, 0).unwrap();
+        dsa::prepare_sparse(stream, &geometry, kernels).unwrap();
+        let mut on = DeviceTable::with_capacity(stream, 0, 0, 0, 0).unwrap().with_kernels(kernels);
         let mut last = None;
         for rows in set.batches(rows) {
             let pages = Pages::of(rows, |row| row.kv, PAGE, set.place);

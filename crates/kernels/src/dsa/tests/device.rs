@@ -9,7 +9,7 @@ use crate::dsa::{
     store_keys_at,
 };
 use crate::mla::Geometry;
-use crate::{Buffer, DType, Device, Element, Stream, TensorMut, TensorRef};
+use crate::{Buffer, DType, Device, Element, Kernels, Stream, TensorMut, TensorRef};
 
 const CARD: Device = Device::Cuda(0);
 
@@ -50,7 +50,7 @@ fn selected(batch: &Batch, rows: usize) -> (Vec<i32>, Vec<f32>) {
     };
     let mut on = DeviceTable::with_capacity(&stream, t, pool.kv_lens.len(), pool.pages, 0).unwrap();
     on.set(&stream, &table).unwrap();
-    dsa::prepare_select(&stream, batch.q_dtype, batch.format, h, d).unwrap();
+    dsa::prepare_select(&stream, batch.q_dtype, batch.format, h, d, on.kernels()).unwrap();
     let (q, w) = (stored(batch.q_dtype, &batch.q), stored(DType::F32, &batch.weights));
     let q = put(&stream, q.tensor(0, batch.q_dtype, &[t, h, d]).unwrap());
     let w = put(&stream, w.tensor(0, DType::F32, &[t, h]).unwrap());
@@ -317,7 +317,7 @@ impl<'a> Sparse<'a> {
     }
 
     /// Outputs and log-sum-exps on the CPU and on the card, there with scratch for so many rows' states. Both start as 9s.
-    fn attended(&self, rows: usize) -> [(Vec<f32>, Vec<f32>); 2] {
+    fn attended(&self, rows: usize, kernels: Kernels) -> [(Vec<f32>, Vec<f32>); 2] {
         let own = card();
         let stream = own.stream();
         let (geometry, dtype, shapes) = (self.geometry, self.geometry.q_dtype, self.shapes());
@@ -355,9 +355,9 @@ impl<'a> Sparse<'a> {
             page_start: &self.page_start,
             kv_lens: &KV_LENS,
         };
-        let mut on = DeviceTable::with_capacity(&stream, 0, 0, 0, 0).unwrap();
+        let mut on = DeviceTable::with_capacity(&stream, 0, 0, 0, 0).unwrap().with_kernels(kernels);
         on.set(&stream, &table).unwrap();
-        dsa::prepare_sparse(&stream, &geometry).unwrap();
+        dsa::prepare_sparse(&stream, &geometry, on.kernels()).unwrap();
         let inputs = [q, pe, latent, selection].map(|from| put(&stream, from));
         let views: Vec<TensorRef<'_>> = (0..4)
             .map(|i| inputs[i].tensor(0, if i == 3 { DType::I32 } else { dtype }, &shapes[i]).unwrap())
@@ -422,6 +422,9 @@ fn close(dtype: DType, [cpu, card]: &[(Vec<f32>, Vec<f32>); 2], what: &str) {
     }
 }
 
+/// Over picks as they are, and over a list of them.
+const BOTH: [Kernels; 2] = [Kernels::Mma, Kernels::Wgmma];
+
 #[test]
 fn picks_are_attended_as_on_the_cpu() {
     let rows = [(700, 1), (0, 1), (513, 1), (9, 60), (40, 1)];
@@ -431,25 +434,32 @@ fn picks_are_attended_as_on_the_cpu() {
         (DType::Bf16, 5, 64, 16, 16),
         (DType::F16, 17, 24, 8, 1),
         (DType::Bf16, 3, 33, 5, 7),
+        (DType::Bf16, 70, 48, 16, 16),
         (DType::F32, 2, 40, 8, 16),
     ] {
         let sparse = Sparse::new(layer(heads, c, e, page_size, dtype), &row_request, &selection);
-        close(dtype, &sparse.attended(2), &format!("{dtype} {heads} {c} {e} {page_size}"));
+        for kernels in BOTH {
+            let what = format!("{dtype} {heads} {c} {e} {page_size} {kernels:?}");
+            close(dtype, &sparse.attended(2, kernels), &what);
+        }
     }
 }
 
 #[test]
 fn a_rows_picks_are_a_set_and_rows_of_no_request_are_left_alone() {
     let row_request = [0, -1, 1];
-    let mut selection = picks(600, &[(600, 1), (600, 1), (60, 1)]);
-    let sparse = Sparse::new(layer(4, 32, 0, 8, DType::Bf16), &row_request, &selection);
-    let [_, (o, lse)] = sparse.attended(3);
-    let row = 4 * 32;
-    assert!(o[row..2 * row].iter().chain(&lse[4..8]).all(|&x| x == 9.0), "not a row of this call");
-    // Listed otherwise, with -1 between.
-    selection[..600].reverse();
-    selection[1200..1800].rotate_right(77);
-    let other = Sparse::new(layer(4, 32, 0, 8, DType::Bf16), &row_request, &selection);
-    let [_, again] = other.attended(1);
-    assert!(again == (o, lse), "bits depend on the order of a list, or on how many rows are taken at once");
+    for kernels in BOTH {
+        let mut selection = picks(600, &[(600, 1), (600, 1), (60, 1)]);
+        let sparse = Sparse::new(layer(4, 32, 0, 8, DType::Bf16), &row_request, &selection);
+        let [_, (o, lse)] = sparse.attended(3, kernels);
+        let row = 4 * 32;
+        assert!(o[row..2 * row].iter().chain(&lse[4..8]).all(|&x| x == 9.0), "not a row of this call");
+        // Listed otherwise, with -1 between.
+        selection[..600].reverse();
+        selection[1200..1800].rotate_right(77);
+        let other = Sparse::new(layer(4, 32, 0, 8, DType::Bf16), &row_request, &selection);
+        let [_, again] = other.attended(1, kernels);
+        let what = "bits depend on the order of a list, or on how many rows are taken at once";
+        assert!(again == (o, lse), "{what}: {kernels:?}");
+    }
 }

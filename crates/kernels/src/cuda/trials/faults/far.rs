@@ -199,7 +199,7 @@ fn latents(stream: &Stream, pool: &Pool, place: i32) -> Vec<u8> {
 /// Index scores of the first 128 lanes of each entry.
 fn scores(stream: &Stream, pool: &Pool, place: i32) -> Vec<u8> {
     let (h, d) = (8, 128);
-    dsa::prepare_select(stream, BF16, KeyFormat::Bf16, h, d).unwrap();
+    dsa::prepare_select(stream, BF16, KeyFormat::Bf16, h, d, crate::Kernels::Auto).unwrap();
     let table = Table {
         row_request: &[0],
         positions: &[39],

@@ -3,7 +3,7 @@
 use super::super::memory::{noise, scratch};
 use super::*;
 use crate::dsa::{self, DeviceTable, KeyFormat, SelectParams, SparseParams, Table};
-use crate::mla;
+use crate::{Kernels, mla};
 
 /// Keys of one request in one page each of 64, in order; queries and weights of one head.
 struct Indexer {
@@ -29,7 +29,7 @@ impl Indexer {
         let (t, d, k, size) = (positions.len(), self.width, self.topk, 64);
         let pages = self.count().div_ceil(size);
         let format = KeyFormat::of(dtype).unwrap();
-        dsa::prepare_select(stream, dtype, format, 1, d).unwrap();
+        dsa::prepare_select(stream, dtype, format, 1, d, Kernels::Auto).unwrap();
         let (indices, indptr): (Vec<i32>, _) = ((0..pages as i32).collect(), [0, pages as i32]);
         let lens = [self.count() as i32];
         let table = Table {
@@ -137,13 +137,16 @@ fn f23_nan_is_never_picked_and_a_row_of_nothing_attends_to_nothing() {
         // -inf is a score like another.
         let picks = of(&|_| false).picks(&stream, dtype, &query, f32::NEG_INFINITY, &[99]);
         assert_eq!(picks, (0..16).collect::<Vec<i32>>(), "{dtype}");
-        let (o, lse) = attended(&stream, dtype, &[-1; 16]);
-        assert!(o.iter().all(|&o| o == 0.0) && lse.iter().all(|&lse| lse == f32::NEG_INFINITY), "{dtype}");
+        for kernels in [Kernels::Auto, Kernels::Mma] {
+            let (o, lse) = attended(&stream, dtype, kernels, &[-1; 16]);
+            let nothing = o.iter().all(|&o| o == 0.0) && lse.iter().all(|&lse| lse == f32::NEG_INFINITY);
+            assert!(nothing, "{dtype} {kernels:?}");
+        }
     }
 }
 
 /// Two heads over picks of 100 latents.
-fn attended(stream: &Stream, dtype: DType, picks: &[i32]) -> (Vec<f32>, Vec<f32>) {
+fn attended(stream: &Stream, dtype: DType, kernels: Kernels, picks: &[i32]) -> (Vec<f32>, Vec<f32>) {
     let (h, c, size, pages, k) = (2, 48, 16, 7, picks.len());
     let geometry = mla::Geometry {
         num_qo_heads: h,
@@ -153,7 +156,7 @@ fn attended(stream: &Stream, dtype: DType, picks: &[i32]) -> (Vec<f32>, Vec<f32>
         q_dtype: dtype,
         kv_dtype: dtype,
     };
-    dsa::prepare_sparse(stream, &geometry).unwrap();
+    dsa::prepare_sparse(stream, &geometry, kernels).unwrap();
     let (indices, indptr): (Vec<i32>, _) = ((0..pages).collect(), [0, pages]);
     let table = Table {
         row_request: &[0],
@@ -163,7 +166,7 @@ fn attended(stream: &Stream, dtype: DType, picks: &[i32]) -> (Vec<f32>, Vec<f32>
         page_start: &[0],
         kv_lens: &[100],
     };
-    let mut on = DeviceTable::with_capacity(stream, 0, 0, 0, 0).unwrap();
+    let mut on = DeviceTable::with_capacity(stream, 0, 0, 0, 0).unwrap().with_kernels(kernels);
     on.set(stream, &table).unwrap();
     let ones = put(stream, &encoded(dtype, &vec![1.0; h * 64]));
     let numbers: Vec<f32> = (0..7 * size * 64).map(|i| noise(&[i as u64])).collect();
