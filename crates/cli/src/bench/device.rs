@@ -72,7 +72,7 @@ impl Clock {
         let bytes = if self.emulated { SMALL } else { READ.min(context.free_memory()? / 4) };
         let memory = place.scratch(bytes)?;
         let read = self.middle(place, || Ok(peak::read(&stream, memory.tensor(0, DType::U8, &[bytes])?)?))?;
-        let rounds = if self.emulated { 1 } else { 20_000 };
+        let rounds = if self.emulated { 1 } else { 10_000 };
         let mut flops = 0.0;
         let multiply = self.middle(place, || {
             flops = peak::multiply(&stream, rounds)?;

@@ -1,5 +1,5 @@
 //! What a device can do at most, measured in the program that is judged by it: plain reads of memory, and products of matrices on
-//! the tensor cores (`mma.sync`; Hopper's own instructions reach more).
+//! the tensor cores, by the instructions that reach the most there: `wgmma` on a Hopper, `mma.sync` elsewhere.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -12,6 +12,12 @@ const READ: (&str, u32) = ("read_all", 512);
 const MULTIPLY: (&str, u32) = ("multiply", 256);
 /// Operations of one round of a warp: eight products of 16 x 16 by 16 x 8.
 const ROUND: f64 = (8 * 2 * 16 * 16 * 8) as f64;
+const GROUPS: Unit = Unit::of("peak_groups.cu", include_str!("cu/peak_groups.cu"));
+const MULTIPLY_GROUPS: (&str, u32) = ("multiply_groups", 256);
+/// Operations of one round of a warpgroup: 64 x 64 by 64 x 256.
+const GROUP_ROUND: f64 = (2 * 64 * 64 * 256) as f64;
+/// Its operands: two of 64 x 64, one of 64 x 256.
+const GROUP_SHARED: u32 = 2 * 64 * 64 * 2 + 64 * 256 * 2;
 
 /// As in `cu/peak.cu`.
 #[repr(C)]
@@ -22,17 +28,19 @@ struct Peak {
     sink: u64,
 }
 
-/// Compiles and loads both kernels, so that neither does so while it is timed.
+/// Compiles and loads the kernels, so that none does so while it is timed.
 ///
 /// # Errors
 /// A kernel that cannot be built; a device that is not there.
 pub fn prepare(device: Device) -> Result<()> {
-    jit::prepare(device, &keys())
+    let hopper = Context::of(device)?.is_hopper();
+    let keys: Vec<Key> = keys().into_iter().filter(|key| hopper || !key.unit.needs_hopper()).collect();
+    jit::prepare(device, &keys)
 }
 
-/// Both kernels.
+/// The kernels.
 pub(super) fn keys() -> Vec<Key> {
-    vec![Key::new(PEAK, READ.0), Key::new(PEAK, MULTIPLY.0)]
+    vec![Key::new(PEAK, READ.0), Key::new(PEAK, MULTIPLY.0), Key::new(GROUPS, MULTIPLY_GROUPS.0)]
 }
 
 /// Reads the bytes of a contiguous tensor once, in stream order, and keeps nothing of them; up to 15 bytes at the end are left.
@@ -54,28 +62,49 @@ pub fn read(stream: &Stream, src: TensorRef<'_>) -> Result<()> {
     }
     let count = (src.numel() * src.dtype().size() / 16) as u64;
     // SAFETY: `count` pieces of the tensor lie at `at`, on this device; nothing is written.
-    unsafe { go(stream, READ, &Peak { at: at as u64, count, sink: 0 }) }.map(drop)
+    unsafe { go(stream, PEAK, READ, 0, &Peak { at: at as u64, count, sink: 0 }) }.map(drop)
 }
 
-/// Multiplies bf16 matrices in registers for `rounds` rounds a warp, in stream order; returns the operations of all warps.
+/// Multiplies bf16 matrices for `rounds` rounds, in stream order, out of registers or a Hopper's shared memory; returns the
+/// operations of all warps.
 ///
 /// # Errors
 /// A device that is not there; a kernel that cannot be built.
 pub fn multiply(stream: &Stream, rounds: u64) -> Result<f64> {
+    let groups = Context::of(stream.device())?.is_hopper();
+    if groups { multiply_groups(stream, rounds) } else { multiply_warps(stream, rounds) }
+}
+
+/// [`multiply`] by `mma.sync`.
+pub(super) fn multiply_warps(stream: &Stream, rounds: u64) -> Result<f64> {
     // SAFETY: the kernel touches no memory.
-    let threads = unsafe { go(stream, MULTIPLY, &Peak { at: 0, count: rounds, sink: 0 }) }?;
+    let threads = unsafe { go(stream, PEAK, MULTIPLY, 0, &Peak { at: 0, count: rounds, sink: 0 }) }?;
     Ok(f64::from(threads / 32) * rounds as f64 * ROUND)
+}
+
+/// [`multiply`] by `wgmma`, on a Hopper.
+pub(super) fn multiply_groups(stream: &Stream, rounds: u64) -> Result<f64> {
+    let params = Peak { at: 0, count: rounds, sink: 0 };
+    // SAFETY: the kernel touches no memory but its own.
+    let threads = unsafe { go(stream, GROUPS, MULTIPLY_GROUPS, GROUP_SHARED, &params) }?;
+    Ok(f64::from(threads / 128) * rounds as f64 * GROUP_ROUND)
 }
 
 /// Fills the device with blocks; returns the threads.
 ///
 /// # Safety
 /// What `params` names is there.
-unsafe fn go(stream: &Stream, (entry, block): (&'static str, u32), params: &Peak) -> Result<u32> {
+unsafe fn go(
+    stream: &Stream,
+    unit: Unit,
+    (entry, block): (&'static str, u32),
+    shared: u32,
+    params: &Peak,
+) -> Result<u32> {
     let context = Context::of(stream.device())?;
-    let function = jit::function(stream.device(), &Key::new(PEAK, entry))?;
-    let blocks = function.blocks_per_sm(block, 0)? * context.sm_count();
+    let function = jit::function(stream.device(), &Key::new(unit, entry))?;
+    let blocks = function.blocks_per_sm(block, shared)? * context.sm_count();
     // SAFETY: the caller's; the parameter is that of the kernel.
-    unsafe { launch(&function, stream, Launch { grid: [blocks, 1, 1], block, shared: 0 }, params) }?;
+    unsafe { launch(&function, stream, Launch { grid: [blocks, 1, 1], block, shared }, params) }?;
     Ok(blocks * block)
 }

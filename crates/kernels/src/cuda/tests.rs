@@ -424,9 +424,11 @@ fn peaks_are_measured_and_strange_tensors_refused() {
     peak::prepare(DEVICE).unwrap();
     let words = bench.device.tensor(0, DType::I32, &[WORDS]).unwrap();
     peak::read(&stream, words).unwrap();
-    // Eight products of 16 x 16 by 16 x 8 a warp and round.
+    // Eight products of 16 x 16 by 16 x 8 a warp and round; four of 64 x 16 by 16 x 256 a warpgroup.
     let (once, thrice) = (peak::multiply(&stream, 1).unwrap(), peak::multiply(&stream, 3).unwrap());
-    assert_eq!((once % (8.0 * 4096.0), thrice), (0.0, 3.0 * once));
+    let round =
+        if Context::of(DEVICE).unwrap().is_hopper() { 2.0 * 64.0 * 64.0 * 256.0 } else { 8.0 * 4096.0 };
+    assert_eq!((once % round, thrice), (0.0, 3.0 * once));
     stream.synchronize().unwrap();
     assert!(
         peak::read(&stream, words.narrow(0, 1, 8).unwrap()).unwrap_err().to_string().contains("16 bytes")

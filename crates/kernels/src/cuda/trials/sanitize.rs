@@ -231,7 +231,10 @@ fn moves(runner: &Runner) {
         let bytes = put(stream, &vec![1u8; 4096]);
         peak::read(stream, bytes.tensor(0, DType::U8, &[4096]).unwrap()).unwrap();
     });
-    runner.call(|stream| assert!(peak::multiply(stream, 2).unwrap() > 0.0));
+    runner.call(|stream| assert!(peak::multiply_warps(stream, 2).unwrap() > 0.0));
+    if Context::of(DEVICE).unwrap().is_hopper() {
+        runner.call(|stream| assert!(peak::multiply_groups(stream, 2).unwrap() > 0.0));
+    }
 }
 
 /// One of the ways in which entries go from place to place.
