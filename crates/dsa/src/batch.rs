@@ -276,7 +276,8 @@ impl Plan {
             (true, on) => Some(on.as_ref()?),
         };
         let mut hasher = DefaultHasher::new();
-        (dense, table.map(|on| (on.address(), on.max_keys(), on.kernels()))).hash(&mut hasher);
+        (dense, table.map(|on| (on.address(), on.max_keys(), on.kernels(), on.num_requests())))
+            .hash(&mut hasher);
         Some(hasher.finish())
     }
 

@@ -32,16 +32,41 @@ struct Header {
     keys: u32,
     reserved: u32,
     /// Bytes from the header to each array.
-    at: [u32; 6],
-    unused: [u32; 2],
+    at: [u32; 8],
 }
 
 const _: () = assert!(size_of::<Header>() == 48);
 
 /// Bytes of a table of so many rows, requests and page ids.
 fn bytes(rows: usize, requests: usize, pages: usize) -> usize {
-    let words = 2 * rows + 3 * requests + 1 + pages;
+    let words = 4 * rows + 4 * requests + 3 + pages;
     size_of::<Header>() + 4 * words
+}
+
+/// Query rows of a request up to which each is cut into leaves of picks, when they are attended; rows of more are many enough.
+pub(crate) const FEW_QUERIES: usize = 8;
+
+/// How many rows before each, and before the end, are of requests of up to [`FEW_QUERIES`] rows, and how many of larger ones:
+/// `[T + 1]` each. `queries` has a number a request, whatever it was.
+fn count_rows(row_request: &[i32], queries: &mut [i32], few: &mut [i32], many: &mut [i32]) {
+    queries.fill(0);
+    // What is no request is refused by the call.
+    let of = |request: i32, queries: &[i32]| usize::try_from(request).ok().filter(|&of| of < queries.len());
+    for &request in row_request {
+        if let Some(at) = of(request, queries) {
+            queries[at] += 1;
+        }
+    }
+    let (mut before_few, mut before_many) = (0, 0);
+    for (row, &request) in row_request.iter().enumerate() {
+        (few[row], many[row]) = (before_few, before_many);
+        if let Some(at) = of(request, queries) {
+            let is_few = queries[at] as usize <= FEW_QUERIES;
+            before_few += i32::from(is_few);
+            before_many += i32::from(!is_few);
+        }
+    }
+    (few[row_request.len()], many[row_request.len()]) = (before_few, before_many);
 }
 
 impl DeviceTable {
@@ -94,11 +119,19 @@ impl DeviceTable {
             *at = end as u32;
             end += size_of_val(array);
         }
+        // Rows counted, and behind them what they are counted in.
+        let counted = end;
+        (header.at[6], header.at[7]) = (counted as u32, (counted + 4 * (rows + 1)) as u32);
+        end += 4 * (2 * (rows + 1) + requests);
         self.staged.set_with(stream, end, |to| {
             to[..size_of::<Header>()].copy_from_slice(bytemuck::bytes_of(&header));
             for (&at, array) in header.at.iter().zip(arrays) {
                 to[at as usize..][..size_of_val(array)].copy_from_slice(bytemuck::cast_slice(array));
             }
+            let words: &mut [i32] = bytemuck::cast_slice_mut(&mut to[counted..end]);
+            let (few, words) = words.split_at_mut(rows + 1);
+            let (many, queries) = words.split_at_mut(rows + 1);
+            count_rows(table.row_request, queries, few, many);
         })?;
         (self.rows, self.requests, self.seen) = (rows, requests, seen);
         Ok(())
@@ -176,5 +209,15 @@ mod tests {
         assert_eq!((on.num_rows(), on.max_keys()), (9, 10));
         assert!(on.set(&stream, &Table { positions: &[1], ..more }).is_err());
         assert_eq!(on.num_rows(), 9);
+    }
+
+    #[test]
+    fn rows_are_counted_by_how_many_their_request_has() {
+        let requests = [[0; 3].as_slice(), &[-1], &[2; FEW_QUERIES + 1], &[0; 5], &[1, 7]].concat();
+        let (mut few, mut many) = (vec![9; requests.len() + 1], vec![9; requests.len() + 1]);
+        count_rows(&requests, &mut [9; 3], &mut few, &mut many);
+        assert_eq!(few[..6], [0, 1, 2, 3, 3, 3]);
+        assert_eq!((few[13], few[18], few[19], few[20]), (3, 8, 9, 9));
+        assert_eq!((many[4], many[5], many[13], many[20]), (0, 1, 9, 9));
     }
 }

@@ -44,6 +44,8 @@ pub use attend::{
     sparse_workspace_bytes_on,
 };
 pub use device::DeviceTable;
+#[cfg(feature = "cuda")]
+pub(crate) use device::FEW_QUERIES;
 pub use keys::{KeyFormat, dequantise_key, quantise_keys, store_keys_at};
 pub use scores::{ScoresParams, scores, scores_at, scores_workspace_bytes};
 pub use select::{

@@ -20,105 +20,192 @@ typedef Bf16 Stored;
 typedef F16 Stored;
 #endif
 
-// A row as the kernels of work lists read it: its picks as pages of one slot, an item a leaf, whose state lies where `state_of` says.
-// Items that are nobody's have no queries. By a whole block.
-DEVICE void list_row(const Sparse& p, u32 row) {
-    const u32 rows = p.row_end - p.row_begin, index = row - p.row_begin;
-    Image* image = reinterpret_cast<Image*>(p.image);
-    const u32 items = rows * p.leaves;
+// Where the arrays of the list lie that rows row_begin..row_end are put as: of every row its picks as pages of one slot, an item a leaf.
+struct Listed {
+    Image* image;
+    Row* rows;
+    Item* items;
+    Member* members;
+    i32* pages;
+};
+DEVICE Listed listed(const Sparse& p, u32 items) {
+    const u32 rows = p.row_end - p.row_begin;
     const u32 row_at = sizeof(Image), item_at = row_at + rows * u32(sizeof(Row));
-    const u32 member_at = item_at + (items * u32(sizeof(Item)) + 15) / 16 * 16, page_at = member_at + items * u32(sizeof(Member));
-    if (index == 0 && thread_x() == 0) {
-        Image to{};
-        to.rows = to.tokens = rows, to.items = items;
-        to.row_at = row_at, to.item_at = item_at, to.member_at = member_at, to.page_at = page_at;
-        *image = to;
+    const u32 member_at = item_at + (items * u32(sizeof(Item)) + 15) / 16 * 16;
+    return Listed{reinterpret_cast<Image*>(p.image), reinterpret_cast<Row*>(p.image + row_at), reinterpret_cast<Item*>(p.image + item_at),
+                  reinterpret_cast<Member*>(p.image + member_at),
+                  reinterpret_cast<i32*>(p.image + member_at + u64(items) * sizeof(Member))};
+}
+// Items of rows first..row: a leaf each of rows of few queries, whether it has picks or not, and of others one.
+DEVICE u32 items_of(const Sparse& p, u32 first, u32 row) {
+    return few_rows(p.table, first, row) * p.leaves + many_rows(p.table, first, row);
+}
+DEVICE void list_head(const Sparse& p, const Listed& to, u32 items) {
+    auto at = [&](const void* array) { return u32(reinterpret_cast<const u8*>(array) - p.image); };
+    Image image{};
+    image.rows = image.tokens = p.row_end - p.row_begin, image.items = items;
+    image.row_at = at(to.rows), image.item_at = at(to.items), image.member_at = at(to.members), image.page_at = at(to.pages);
+    *to.image = image;
+}
+// By the first threads of a block. An item without picks has no queries, but for a row's first: a row that picks nothing is one leaf
+// without keys.
+DEVICE void list_row(const Sparse& p, const Listed& to, u32 row, u32 count) {
+    const u32 index = row - p.row_begin, leaf_picks = leaf_of(p, row), leaves = leaf_picks == ONE_LEAF ? 1 : p.leaves;
+    if (thread_x() >= leaves) return;
+    if (thread_x() == 0) to.rows[index] = Row{NO_MASK, 0, row, 1, count, 0, 0, index * p.topk, count, 0, leaf_picks};
+    const bool direct = count <= leaf_picks;
+    const u64 first = direct ? 0 : u64(few_rows(p.table, p.row_begin, row)) * p.leaves;
+    for (u32 leaf = thread_x(); leaf < leaves; leaf += threads()) {
+        const bool real = leaf == 0 || leaf * leaf_picks < count;
+        const u32 at = items_of(p, p.row_begin, row) + leaf;
+        to.items[at] = Item{0, at, 1, 0, 1, 0, real ? 1u : 0u, leaf, leaf + 1};
+        to.members[at] = Member{direct ? DIRECT : (first + leaf) * state_len(p.H, p.C), index, 0};
     }
-    const bool there = row < p.table->rows && request_of(p.table, row) >= 0;
-    const u32 count = there ? picks_of(p, row).count : 0, leaves = (count + LEAF - 1) / LEAF;
-    if (thread_x() == 0) {
-        Row to{NO_MASK, 0, row, 1, count, 0, 0, index * p.topk, count, 0, LEAF};
-        reinterpret_cast<Row*>(p.image + row_at)[index] = to;
-    }
-    for (u32 leaf = thread_x(); leaf < p.leaves; leaf += threads()) {
-        // A row that picks nothing is one leaf without keys.
-        const bool real = there && leaf < most(leaves, 1u);
-        const u32 at = index * p.leaves + leaf;
-        reinterpret_cast<Item*>(p.image + item_at)[at] = Item{0, at, 1, 0, 1, 0, real ? 1u : 0u, leaf, leaf + 1};
-        reinterpret_cast<Member*>(p.image + member_at)[at] = Member{leaves <= 1 ? DIRECT : u64(at) * state_len(p.H, p.C), index, 0};
-    }
-    if (count == 0) return;
-    const Picks picks = picks_of(p, row);
-    const Slots slots = slots_of(p.table, request_of(p.table, row));
-    i32* pages = reinterpret_cast<i32*>(p.image + page_at) + u64(index) * p.topk;
-    for (u32 at = thread_x(); at < count; at += threads()) pages[at] = i32(slot_at(slots, u32(picks.positions[at]), p.S, i64(p.apart), 1));
 }
 
-// Counts a row's picks. Those that are listed in ascending order, then -1, are read where they are; others are ranked by
-// counting, which no list that a selection makes needs.
-MSTAR_KERNEL(picks_order, Sparse, 256, 4) {
-    SHARED(shared);
-    u32* total = reinterpret_cast<u32*>(shared);
-    for (u32 row = p.row_begin + block_x(); row < p.row_end; row += grid_x()) {
-        const i32 request = row < p.table->rows ? request_of(p.table, row) : -1;
-        if (request < 0) {
-            if (p.image) list_row(p, row);
-            continue;
+// Picks that a thread has at once, which are neighbours, and that a block has.
+constexpr u32 ORDER_THREADS = 256, MINE = 8, TOGETHER = ORDER_THREADS * MINE;
+struct Mine {
+    i32 of[MINE];
+};
+// This thread's picks from `from` on; what is no pick past the end. They need not wait for the table.
+DEVICE Mine mine_of(const Sparse& p, const i32* picks, u32 from) {
+    Mine mine;
+    const u32 first = from + thread_x() * MINE;
+    if (first + MINE <= p.topk && reinterpret_cast<u64>(picks + first) % 16 == 0) {
+        UNROLL
+        for (u32 i = 0; i < MINE; i += 4) {
+            const U4 four = load16(picks + first + i);
+            mine.of[i] = i32(four.x), mine.of[i + 1] = i32(four.y), mine.of[i + 2] = i32(four.z), mine.of[i + 3] = i32(four.w);
         }
-        const u32 stored = slots_of(p.table, request).stored;
-        const i32* listed = p.selection + i64(row) * p.selection_stride;
-        auto picked = [&](u32 at) { return u32(listed[at]) < stored; };
-        if (thread_x() == 0) *total = 0;
-        block_sync();
+    } else {
+        UNROLL
+        for (u32 i = 0; i < MINE; i++) mine.of[i] = first + i < p.topk ? picks[first + i] : -1;
+    }
+    return mine;
+}
+
+// Counts a row's picks, and puts it into the list, if there is one. Picks that are listed in ascending order, then -1, are read where
+// they are; others are ranked by counting, which no list that a selection makes needs.
+MSTAR_KERNEL(picks_order, Sparse, ORDER_THREADS, 4) {
+    SHARED(shared);
+    // Sums of warps, two in turn.
+    u32(*sums)[ORDER_THREADS / 32] = reinterpret_cast<u32(*)[ORDER_THREADS / 32]>(shared);
+    u32 turn = 0;
+    for (u32 row = p.row_begin + block_x(); row < p.row_end; row += grid_x()) {
+        const i32* picks = p.selection + i64(row) * p.selection_stride;
+        const u32 before = thread_x() * MINE;
+        Mine mine = mine_of(p, picks, 0);
+        i32 last = before > 0 && before <= p.topk ? picks[before - 1] : -1;
+        const u32 end = end_row(p), items = p.image ? items_of(p, p.row_begin, end) : 0;
+        const i32 request = row < end ? request_of(p.table, row) : -1;
+        const Listed to = listed(p, items);
+        if (p.image && row == p.row_begin && thread_x() == 0) list_head(p, to, items);
+        if (request < 0) continue;
+        const Slots slots = slots_of(p.table, request);
+        const u32 stored = slots.stored;
+        // A pick is never larger than the next, and nothing is picked behind what is none.
         bool ordered = true;
         u32 count = 0;
-        for (u32 at = thread_x(); at < p.topk; at += 256) {
-            bool here = picked(at);
-            count += here;
-            if (here && at > 0) ordered &= picked(at - 1) && listed[at - 1] <= listed[at];
+        for (u32 from = 0; from < p.topk; from += TOGETHER) {
+            if (from > 0) mine = mine_of(p, picks, from), last = from + before <= p.topk ? picks[from + before - 1] : -1;
+            UNROLL
+            for (u32 i = 0; i < MINE; i++) {
+                const bool here = u32(mine.of[i]) < stored;
+                count += here;
+                if (here && (i > 0 || from + before > 0)) ordered &= u32(last) < stored && last <= mine.of[i];
+                last = mine.of[i];
+            }
         }
-        atomic_add(total, count);
-        bool sort = block_any(!ordered);
-        if (thread_x() == 0) p.counts[row] = *total | (sort ? SORTED : 0);
+        u32 together = warp_add(count);
+        if (lane() == 0) sums[turn][warp()] = together;
+        const bool sort = block_any(!ordered);
+        count = 0;
+        UNROLL
+        for (u32 w = 0; w < ORDER_THREADS / 32; w++) count += sums[turn][w];
+        turn ^= 1;
+        if (thread_x() == 0) p.counts[row] = count | (sort ? SORTED : 0);
         if (sort) {
-            i32* to = p.sorted + u64(row) * p.topk;
-            for (u32 at = thread_x(); at < p.topk; at += 256) {
+            i32* sorted = p.sorted + u64(row) * p.topk;
+            auto picked = [&](u32 at) { return u32(picks[at]) < stored; };
+            for (u32 at = thread_x(); at < p.topk; at += ORDER_THREADS) {
                 if (!picked(at)) continue;
                 u32 rank = 0;
                 for (u32 other = 0; other < p.topk; other++)
-                    rank += picked(other) && (listed[other] < listed[at] || (listed[other] == listed[at] && other < at));
-                to[rank] = listed[at];
+                    rank += picked(other) && (picks[other] < picks[at] || (picks[other] == picks[at] && other < at));
+                sorted[rank] = picks[at];
+            }
+            block_sync();
+            picks = sorted;
+        }
+        if (!p.image) continue;
+        list_row(p, to, row, count);
+        i32* pages = to.pages + u64(row - p.row_begin) * p.topk;
+        for (u32 from = 0; from < count; from += TOGETHER) {
+            if (from > 0 || sort || p.topk > TOGETHER) mine = mine_of(p, picks, from);
+            const u32 first = from + before;
+            i32 at[MINE];
+            UNROLL
+            for (u32 i = 0; i < MINE; i++) at[i] = first + i < count ? i32(slot_at(slots, u32(mine.of[i]), p.S, i64(p.apart), 1)) : 0;
+            if (first + MINE <= p.topk && p.topk % 4 == 0) {
+                UNROLL
+                for (u32 i = 0; i < MINE; i += 4)
+                    store16(pages + first + i, U4{u32(at[i]), u32(at[i + 1]), u32(at[i + 2]), u32(at[i + 3])});
+            } else {
+                UNROLL
+                for (u32 i = 0; i < MINE; i++)
+                    if (first + i < count) pages[first + i] = at[i];
             }
         }
-        block_sync();
-        if (p.image) list_row(p, row);
     }
+}
+
+// The row of few queries of which so many come before, from row_begin on.
+DEVICE u32 few_row(const Sparse& p, u32 before) {
+    u32 first = p.row_begin, past = end_row(p);
+    // Where all rows are, each is as many rows on.
+    if (few_rows(p.table, first, past) == past - first) return first + before;
+    while (past - first > 1) {
+        const u32 middle = first + (past - first) / 2;
+        if (few_rows(p.table, p.row_begin, middle) <= before) first = middle;
+        else past = middle;
+    }
+    return first;
 }
 
 // Joins the leaves of rows that have several, from the first on, and writes the result. A warp has one head of a row and 128
 // columns, four a lane.
 MSTAR_KERNEL(picks_merge, Sparse, 128, 4) {
+    constexpr u32 AHEAD = 4;
     const u32 slices = (p.C + 127) / 128;
-    const u32 end_row = least(p.row_end, p.table->rows);
-    const u64 rows = end_row > p.row_begin ? end_row - p.row_begin : 0;
+    const u64 rows = few_rows(p.table, p.row_begin, end_row(p));
     for (u64 unit = u64(block_x()) * 4 + warp(); unit < rows * p.H * slices; unit += u64(grid_x()) * 4) {
-        const u32 slice = u32(unit % slices), head = u32(unit / slices % p.H), row = p.row_begin + u32(unit / slices / p.H);
-        if (request_of(p.table, row) < 0) continue;
-        const u32 count = picks_of(p, row).count;
+        const u32 slice = u32(unit % slices), head = u32(unit / slices % p.H), before = u32(unit / slices / p.H);
+        const u32 row = few_row(p, before), count = picks_of(p, row).count;
         if (count <= LEAF) continue;
-        const u32 column = slice * 128 + lane() * 4;
+        const u32 column = slice * 128 + lane() * 4, leaves = (count + LEAF - 1) / LEAF;
+        const float* first = p.partials + u64(before) * p.leaves * state_len(p.H, p.C);
         float m = -infinity(), l = 0.0f, acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        for (u32 leaf = 0; leaf < (count + LEAF - 1) / LEAF; leaf++) {
-            const float* state = state_of(p, row, leaf);
-            float right_m = state[head], right_l = state[state_lanes(p.H) + head];
-            U4 right{0, 0, 0, 0};
-            if (column < p.C) right = load16(state + 2 * state_lanes(p.H) + u64(head) * state_width(p.C) + column);
-            float top = right_m > m ? right_m : m, reference = top == -infinity() ? 0.0f : top;
-            float left_factor = ex2(m - reference), factor = ex2(right_m - reference);
-            m = top, l = l * left_factor + right_l * factor;
-            u32 words[4] = {right.x, right.y, right.z, right.w};
+        for (u32 from = 0; from < leaves; from += AHEAD) {
+            float their_m[AHEAD], their_l[AHEAD];
+            U4 their[AHEAD];
             UNROLL
-            for (u32 i = 0; i < 4; i++) acc[i] = acc[i] * left_factor + bits_float(words[i]) * factor;
+            for (u32 i = 0; i < AHEAD; i++) {
+                const float* state = first + u64(least(from + i, leaves - 1)) * state_len(p.H, p.C);
+                their_m[i] = state[head], their_l[i] = state[state_lanes(p.H) + head];
+                their[i] = U4{0, 0, 0, 0};
+                if (column < p.C) their[i] = load16(state + 2 * state_lanes(p.H) + u64(head) * state_width(p.C) + column);
+            }
+            UNROLL
+            for (u32 leaf = 0; leaf < AHEAD; leaf++) {
+                if (from + leaf >= leaves) break;
+                float top = their_m[leaf] > m ? their_m[leaf] : m, reference = top == -infinity() ? 0.0f : top;
+                float left_factor = ex2(m - reference), factor = ex2(their_m[leaf] - reference);
+                m = top, l = l * left_factor + their_l[leaf] * factor;
+                const u32 words[4] = {their[leaf].x, their[leaf].y, their[leaf].z, their[leaf].w};
+                UNROLL
+                for (u32 i = 0; i < 4; i++) acc[i] = acc[i] * left_factor + bits_float(words[i]) * factor;
+            }
         }
         float factor = finish(p, row, head, m, l, slice == 0 && lane() == 0);
         Query* o = reinterpret_cast<Query*>(p.o) + i64(row) * p.o_token + i64(head) * p.o_head + column;
@@ -135,8 +222,7 @@ MSTAR_KERNEL(picks_plain, Sparse, 256, 2) {
     SHARED(shared);
     float* scores = reinterpret_cast<float*>(shared);
     const u32 slices = (p.C + 256 * PLAIN_COLUMNS - 1) / (256 * PLAIN_COLUMNS);
-    const u32 end_row = least(p.row_end, p.table->rows);
-    const u64 rows = end_row > p.row_begin ? end_row - p.row_begin : 0;
+    const u64 rows = end_row(p) - p.row_begin;
     const float scale = p.scale * LOG2_E;
     for (u64 unit = block_x(); unit < rows * p.H * slices; unit += grid_x()) {
         const u32 slice = u32(unit % slices), head = u32(unit / slices % p.H), row = p.row_begin + u32(unit / slices / p.H);

@@ -9,8 +9,7 @@
 
 MSTAR_KERNEL(sparse_attend, Sparse, latent::THREADS, MIN_BLOCKS) {
     SHARED(shared);
-    const u32 end_row = least(p.row_end, p.table->rows);
-    const u32 rows = end_row > p.row_begin ? end_row - p.row_begin : 0;
+    const u32 rows = end_row(p) - p.row_begin;
     const Element* latents = reinterpret_cast<const Element*>(p.latents);
     // Pieces of a leaf are neighbours, so that the second finds the latents of the first nearby.
     for (u64 unit = block_x(); unit < u64(rows) * p.leaves * PIECES; unit += grid_x()) {
@@ -19,10 +18,10 @@ MSTAR_KERNEL(sparse_attend, Sparse, latent::THREADS, MIN_BLOCKS) {
         const i32 request = request_of(p.table, row);
         if (request < 0) continue;
         const Picks picks = picks_of(p, row);
-        const u32 from = leaf * LEAF, to = least(from + LEAF, picks.count);
+        const u32 leaf_picks = leaf_of(p, row), from = leaf * leaf_picks, to = least(from + leaf_picks, picks.count);
         // A row that picks nothing is one leaf without keys.
-        if (leaf > 0 && from >= picks.count) continue;
-        const bool direct = picks.count <= LEAF;
+        if (leaf > 0 && (from >= picks.count || leaf_picks == ONE_LEAF)) continue;
+        const bool direct = picks.count <= leaf_picks;
         const Slots slots = slots_of(p.table, request);
         float* state = state_of(p, row, leaf);
         latent::attend(

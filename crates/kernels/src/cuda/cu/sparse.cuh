@@ -9,7 +9,7 @@ struct Sparse {
     const i32* selection;     // [T, K]: positions within the row's request, in any order; what was not stored picks nothing
     u32* counts;              // [T]: picks of each row, and SORTED where they are to be read from `sorted`
     i32* sorted;              // [T, K]: ascending, of rows that list their picks otherwise
-    float* partials;          // states of rows of several leaves: [row_end - row_begin, leaves], each state_len(H, C)
+    float* partials;          // states of rows of several leaves: [rows of few queries, leaves], each state_len(H, C)
     const u8* q;              // [T, H, C]
     const u8* q_pe;           // [T, H, E]
     const u8* latents;        // [P, S, C + E]
@@ -29,7 +29,7 @@ static_assert(sizeof(Sparse) == 224, "as in exec/sparse.rs");
 
 // In `counts`: the picks were not listed in ascending order.
 constexpr u32 SORTED = 1u << 31;
-// Picks a leaf.
+// Picks a leaf, of rows of few queries; those of requests of many are one leaf each.
 constexpr u32 LEAF = 512;
 
 struct Picks {
@@ -40,9 +40,13 @@ DEVICE Picks picks_of(const Sparse& p, u32 row) {
     u32 count = p.counts[row];
     return Picks{count & SORTED ? p.sorted + u64(row) * p.topk : p.selection + i64(row) * p.selection_stride, count & ~SORTED};
 }
-// The state of a leaf of a row: as list.cuh has them, H lanes.
+// One past the last row that there is.
+DEVICE u32 end_row(const Sparse& p) { return most(p.row_begin, least(p.row_end, p.table->rows)); }
+// Picks a leaf of a row, by its own request alone.
+DEVICE u32 leaf_of(const Sparse& p, u32 row) { return many_rows(p.table, row, row + 1) ? ONE_LEAF : LEAF; }
+// The state of a leaf of a row of several: as list.cuh has them, H lanes.
 DEVICE float* state_of(const Sparse& p, u32 row, u32 leaf) {
-    return p.partials + (u64(row - p.row_begin) * p.leaves + leaf) * state_len(p.H, p.C);
+    return p.partials + (u64(few_rows(p.table, p.row_begin, row)) * p.leaves + leaf) * state_len(p.H, p.C);
 }
 // Writes a row's log-sum-exp under a head; the factor of its output.
 DEVICE float finish(const Sparse& p, u32 row, u32 head, float m, float l, bool write) {

@@ -11,7 +11,7 @@ struct Table {
     u32 request_at, position_at;                // [rows] i32
     u32 page_begin_at, page_at;                 // [requests + 1] i32, page ids
     u32 page_start_at, stored_at;               // [requests] i32
-    u32 unused[2];
+    u32 few_at, many_at;                        // [rows + 1] i32: rows before, of requests of few rows and of many
 };
 static_assert(sizeof(Table) == 48, "as in dsa/device.rs");
 
@@ -20,6 +20,15 @@ DEVICE const i32* table_array(const Table* table, u32 at) {
 }
 // A row's request, or -1.
 DEVICE i32 request_of(const Table* table, u32 row) { return table_array(table, table->request_at)[row]; }
+// Of rows first..row: those of requests of few rows, and of many.
+DEVICE u32 few_rows(const Table* table, u32 first, u32 row) {
+    const i32* few = table_array(table, table->few_at);
+    return u32(few[row] - few[first]);
+}
+DEVICE u32 many_rows(const Table* table, u32 first, u32 row) {
+    const i32* many = table_array(table, table->many_at);
+    return u32(many[row] - many[first]);
+}
 // Keys that a row sees.
 DEVICE u32 seen_of(const Table* table, u32 row) {
     return request_of(table, row) < 0 ? 0 : u32(table_array(table, table->position_at)[row] + 1);

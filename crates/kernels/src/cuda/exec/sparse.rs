@@ -5,19 +5,21 @@ use bytemuck::{Pod, Zeroable};
 use crate::cpu::paged::{Out, state_len};
 use crate::cuda::jit::{self, Key, Unit};
 use crate::cuda::{Context, Function, Launch, launch};
-use crate::dsa::DeviceTable;
+use crate::dsa::{DeviceTable, FEW_QUERIES};
 use crate::mla::Geometry;
 use crate::{Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
 
 use super::params::{ALIGNED, Attend, Place, View, Walk, number};
 use super::{Choice, latents};
 
-/// Picks a leaf, as in `cu/sparse.cuh`.
+/// Picks a leaf of a row of few queries, as in `cu/sparse.cuh`.
 const LEAF: usize = 512;
 /// Bytes of the states of a panel of rows, unless [`LEAST_ROWS`] need more.
 const PANEL_BYTES: usize = 256 << 20;
 /// Rows of a panel at least, when there are so many.
 const LEAST_ROWS: usize = 8;
+/// Bytes of shared memory of `picks_order` in `cu/picks.cu`.
+const ORDER_SHARED: u32 = 64;
 /// Bytes of a work list's head, and what is lost where it and its items end.
 const LIST_HEAD: usize = 80 + 64 + 16;
 
@@ -110,14 +112,19 @@ impl Sizes {
         (48 + self.leaves * (40 + 16)).saturating_add(self.topk.saturating_mul(4))
     }
 
-    /// Rows of a panel in `room` bytes.
-    fn panel(&self, rows: usize, room: usize) -> usize {
-        (room.saturating_sub(LIST_HEAD) / self.row.saturating_add(self.listed())).min(rows)
+    /// Rows of a panel in `room` bytes, and how many of them have states: of all rows up to `few` do.
+    fn panel(&self, rows: usize, few: usize, room: usize) -> (usize, usize) {
+        if self.panel_bytes(rows, few) <= room {
+            return (rows, few);
+        }
+        let panel = (room.saturating_sub(LIST_HEAD) / self.row.saturating_add(self.listed())).min(rows);
+        (panel, panel.min(few))
     }
 
-    /// Bytes of a panel.
-    fn panel_bytes(&self, rows: usize) -> usize {
-        rows.saturating_mul(self.row.saturating_add(self.listed())).saturating_add(LIST_HEAD)
+    /// Bytes of a panel, of which so many rows have states.
+    fn panel_bytes(&self, rows: usize, few: usize) -> usize {
+        let listed = rows.saturating_mul(self.listed());
+        few.saturating_mul(self.row).saturating_add(listed).saturating_add(LIST_HEAD)
     }
 }
 
@@ -125,7 +132,11 @@ impl Sizes {
 pub(crate) fn bytes(geometry: &Geometry, rows: usize, topk: usize) -> usize {
     let sizes = Sizes::of(geometry, rows, topk);
     let panel = (PANEL_BYTES / sizes.row.max(1)).max(LEAST_ROWS).min(rows);
-    sizes.counts.saturating_add(sizes.sorted).saturating_add(sizes.panel_bytes(panel)).saturating_add(63)
+    sizes
+        .counts
+        .saturating_add(sizes.sorted)
+        .saturating_add(sizes.panel_bytes(panel, panel))
+        .saturating_add(63)
 }
 
 /// The kernels of a layer.
@@ -197,7 +208,9 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
     let base = workspace.as_mut_ptr() as u64;
     let counts = base.next_multiple_of(64);
     let fixed = (counts - base) as usize + sizes.counts + sizes.sorted;
-    let panel = sizes.panel(rows, available.saturating_sub(fixed));
+    // Rows of few queries, the others being one leaf each. A captured call has others later, of as many requests.
+    let few = rows.min(table.num_requests().saturating_mul(FEW_QUERIES));
+    let (panel, few) = sizes.panel(rows, few, available.saturating_sub(fixed));
     if available < fixed || panel == 0 {
         return Err(Error::Workspace { needed: bytes(geometry, rows, topk), available });
     }
@@ -256,7 +269,7 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
     let order = entry("picks_order")?;
     let slices = |width: usize| c.div_ceil(width) * geometry.num_qo_heads;
     let Some(over) = over else {
-        put(&order, &params, rows, 8, 256, 16)?;
+        put(&order, &params, rows, 8, 256, ORDER_SHARED)?;
         return put(&entry("picks_plain")?, &params, rows * slices(1024), 8, 256, 256);
     };
     let steps = steps(latent);
@@ -267,7 +280,7 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
     let (attend, merge) = (jit::function(device, &choice.key)?, entry("picks_merge")?);
     let each = attend.blocks_per_sm(choice.threads, choice.shared)?.max(1) as usize;
     // A list lies behind the states, at a multiple of 64.
-    let image = (params.partials + (panel * sizes.row) as u64).next_multiple_of(64);
+    let image = (params.partials + (few * sizes.row) as u64).next_multiple_of(64);
     let (apart, step) = steps.unwrap_or_default();
     if listed {
         (params.image, params.apart) = (image, apart as u64);
@@ -296,7 +309,7 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
     for first in (0..rows).step_by(panel) {
         (params.row_begin, params.row_end) = (first as u32, rows.min(first + panel) as u32);
         let count = rows.min(first + panel) - first;
-        put(&order, &params, count, 8, 256, 16)?;
+        put(&order, &params, count, 8, 256, ORDER_SHARED)?;
         let units = count * sizes.leaves * latents::pieces(&choice.key);
         if listed {
             let grid = [units.min(each * sms) as u32, 1, 1];
@@ -308,7 +321,7 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
             put(&attend, &params, units, each, choice.threads, choice.shared)?;
         }
         if sizes.leaves > 1 {
-            put(&merge, &params, (count * slices(128)).div_ceil(4), 16, 128, 0)?;
+            put(&merge, &params, (count.min(few) * slices(128)).div_ceil(4), 16, 128, 0)?;
         }
     }
     Ok(())

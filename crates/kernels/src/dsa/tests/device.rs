@@ -446,6 +446,24 @@ fn picks_are_attended_as_on_the_cpu() {
 }
 
 #[test]
+fn picks_of_a_request_of_many_rows_are_one_leaf() {
+    // Nine rows of a request, which leave no states, around one of another and one of nobody.
+    let row_request = [0, 0, 1, 0, 0, 0, -1, 0, 0, 0, 0];
+    let rows: Vec<(usize, usize)> = row_request
+        .iter()
+        .zip(0..)
+        .map(|(&of, row)| if of == 1 { (60, 1) } else { (520 + 17 * row, 1) })
+        .collect();
+    let selection = picks(700, &rows);
+    for (heads, c) in [(5, 64), (70, 48)] {
+        let sparse = Sparse::new(layer(heads, c, 16, 16, DType::Bf16), &row_request, &selection);
+        for kernels in BOTH {
+            close(DType::Bf16, &sparse.attended(11, kernels), &format!("{heads} {c} {kernels:?}"));
+        }
+    }
+}
+
+#[test]
 fn a_rows_picks_are_a_set_and_rows_of_no_request_are_left_alone() {
     let row_request = [0, -1, 1];
     for kernels in BOTH {
