@@ -22,7 +22,7 @@ const PAGES: [&str; 9] = [
     "speculative-tree",
     "tight-memory-offload",
 ];
-/// Those whose caches no device serves yet.
+/// Those whose caches are codes.
 const CODES: [&str; 1] = ["fp8-cache"];
 /// Those whose attention takes keys straight from the layer, or from an encoder.
 const STRAIGHT: [&str; 3] = ["diffusion-cfg", "diffusion-video", "whisper-cross"];
@@ -176,6 +176,11 @@ mod emulated {
     #[test]
     fn captured_steps_over_pages_have_the_bits_of_eager_ones() {
         check(&PAGES, "cuda:0");
+    }
+
+    #[test]
+    fn captured_steps_over_codes_have_the_bits_of_eager_ones() {
+        check(&CODES, "cuda:0");
     }
 
     #[test]

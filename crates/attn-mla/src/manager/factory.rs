@@ -94,9 +94,6 @@ impl BackendFactory for MlaFactory {
             return Err(format!("attends with queries of f32, bf16 and f16, not {}", geometry.dtype).into());
         }
         match geometry.kv_dtype {
-            DType::E4m3 if device != Device::Cpu => {
-                return Err(format!("attends fp8_e4m3 on the CPU, and f32, bf16 and f16 on {device}").into());
-            }
             DType::E4m3 => {
                 fp8::check_latent(c, e).map_err(|why| why.to_string())?;
             }

@@ -83,9 +83,6 @@ pub(crate) fn supports(device: Device, geometry: &AttnGeometry) -> Result<Rank, 
         return Err(format!("attends with queries of f32, bf16 and f16, not {}", geometry.dtype).into());
     }
     match geometry.kv_dtype {
-        DType::E4m3 if device != Device::Cpu => {
-            return Err(format!("attends fp8_e4m3 on the CPU, and f32, bf16 and f16 on {device}").into());
-        }
         dtype if dtype == DType::E4m3 || dtype.is_float() => {}
         dtype => return Err(format!("attends f32, bf16, f16 and fp8_e4m3, not {dtype}").into()),
     }

@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 
 use mstar_kernels::cpu::scatter::scatter_at;
 use mstar_kernels::cuda::{Event, Moving, OwnedStream, prepare_moves};
-use mstar_kernels::fp8::{store_heads, store_latents};
+use mstar_kernels::fp8::{prepare_store, store_heads, store_latents};
 use mstar_kernels::mutant::planted;
 use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef, copy_async};
 
@@ -106,12 +106,11 @@ impl KvMemory {
     pub(super) fn new(config: &KvConfig, stream: Stream) -> Result<KvMemory> {
         config.check()?;
         let device = stream.device();
-        if config.dtype == DType::E4m3 && device != Device::Cpu {
-            let why = "its kernels keep f32, bf16 or f16; run on the CPU, or change dtype".to_owned();
-            return Err(KernelError::Unsupported { operation: "a cache in fp8_e4m3", device, why }.into());
-        }
         // A step moves entries without compiling anything.
         prepare_moves(device, &[Moving::Scatter], &runs(config))?;
+        if config.dtype == DType::E4m3 {
+            prepare_store(device, matches!(config.layout, KvLayout::Mla { .. }))?;
+        }
         let planes = config.all_planes().expect("a checked geometry has a size");
         let planes = planes.into_iter().map(|Stored { name, dtype, width, layers: some }| {
             let layers = some.as_ref().map_or(config.num_layers, Vec::len);

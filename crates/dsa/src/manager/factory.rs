@@ -8,8 +8,8 @@ use mstar_core::attend::{
 };
 use mstar_core::kv::KvLayout;
 use mstar_core::{Error, Result};
+use mstar_kernels::Device;
 use mstar_kernels::mla::Geometry;
-use mstar_kernels::{DType, Device};
 
 use super::DsaManager;
 use super::memory::Sizes;
@@ -87,11 +87,6 @@ pub(crate) fn supports(device: Device, attn: &AttnGeometry, index: &IndexGeometr
     }
     if device != Device::Cpu && index.store == IndexStore::Buffers {
         return Err("keeps index keys in buffers on the CPU alone; on a device say index_store: pages".into());
-    }
-    if device != Device::Cpu && attn.kv_dtype == DType::E4m3 {
-        return Err(
-            format!("attends latents in fp8_e4m3 on the CPU, and f32, bf16 and f16 on {device}").into()
-        );
     }
     let geometry = geometry(attn)?;
     geometry.check().map_err(|error| Reason(error.to_string()))?;

@@ -30,12 +30,13 @@ pub mod peak;
 mod pinned;
 mod pool;
 mod queue;
+pub(crate) mod store;
 pub(crate) mod synth;
 #[cfg(test)]
 mod tests;
 mod transfer;
 #[cfg(all(test, feature = "paged", feature = "dense", feature = "flex", feature = "dsa"))]
-mod trials;
+pub(crate) mod trials;
 mod uses;
 pub mod variants;
 

@@ -49,7 +49,9 @@ pub fn variants_for(target: Target) -> Vec<Key> {
 /// The plain kernel: every source once and more, every dtype of queries and keys, every width of a value.
 fn plain() -> Vec<Key> {
     // Source, queries' and keys' dtype, rows, columns, spans.
-    const SOME: [[i64; 6]; 6] = [
+    const SOME: [[i64; 6]; 8] = [
+        [0, 2, 3, 16, 128, 1],
+        [3, 2, 3, 16, 128, 4],
         [0, 0, 0, 16, 128, 1],
         [0, 1, 1, 16, 64, 1],
         [1, 0, 0, 16, 128, 2],
@@ -101,8 +103,13 @@ fn sparse() -> Vec<Key> {
 
 /// Around picks: a kernel of each kind, a dtype each.
 fn picks() -> Vec<Key> {
-    const SOME: [(&str, i64, i64); 4] =
-        [("picks_order", 1, 1), ("picks_merge", 1, 1), ("picks_merge", 2, 2), ("picks_plain", 0, 0)];
+    const SOME: [(&str, i64, i64); 5] = [
+        ("picks_order", 1, 1),
+        ("picks_merge", 1, 1),
+        ("picks_merge", 2, 2),
+        ("picks_plain", 0, 0),
+        ("picks_plain", 2, 3),
+    ];
     let key = |(entry, q, kv)| Key::new(Unit::PICKS, entry).with("Q_TYPE", q).with("KV_TYPE", kv);
     SOME.into_iter().map(key).collect()
 }
@@ -189,6 +196,7 @@ fn tile() -> Vec<Key> {
 fn moves() -> Vec<Key> {
     let mut keys: Vec<Key> = (0..3).map(|of| Key::new(Unit::SYNTH, "synth").with("OUT_TYPE", of)).collect();
     keys.extend((0..3).map(|of| Key::new(Unit::JOIN, "join").with("OUT_TYPE", of)));
+    keys.extend(["store_heads", "store_latents"].map(|entry| Key::new(Unit::STORE, entry)));
     let mut units = [16, 4, 2, 1].into_iter().cycle();
     for entry in
         ["scatter_at", "scatter_list", "gather_at", "gather_list", "unpage_at", "unpage_list", "copy_list"]

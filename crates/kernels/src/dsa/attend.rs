@@ -73,10 +73,6 @@ impl SparseParams<'_> {
         let (c, e) = (geometry.kv_lora_rank, geometry.qk_rope_head_dim);
         let q_dtype = Some(geometry.q_dtype);
         let (slot, kv_dtype) = geometry.slot();
-        if geometry.kv_dtype == DType::E4m3 && device != Device::Cpu {
-            let why = "its kernels take latents of f32, bf16 or f16".into();
-            return Err(Error::Unsupported { operation: "sparse attention over fp8_e4m3", device, why });
-        }
         self.q_nope.expect("q_nope", "[T, H, C]", &[tokens, h, Some(c)], q_dtype, device)?;
         self.q_pe.expect("q_pe", "[T, H, E]", &[tokens, h, Some(e)], q_dtype, device)?;
         let page = [None, Some(geometry.page_size), Some(slot)];

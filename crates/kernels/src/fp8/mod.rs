@@ -19,7 +19,7 @@ mod store;
 #[cfg(test)]
 mod tests;
 
-pub use store::{check_latent, dequantise_latent, store_heads, store_latents};
+pub use store::{check_latent, dequantise_latent, prepare_store, store_heads, store_latents};
 
 /// The largest e4m3 number.
 const E4M3_MAX: f32 = 448.0;

@@ -17,9 +17,12 @@ use crate::{DType, Device, Error, Result, Stream, TensorMut, TensorRef};
 /// the smallest normal f32. A lane is rounded to the nearest e4m3 of `lane / scale`, ties to even. NaN lanes stay NaN and do not
 /// count towards the scale; a row with an infinity has scale `inf`, under which every lane is NaN.
 ///
+/// On a device a slot out of range writes nothing, since only the device can see it; and tokens that go to one slot leave any
+/// mixture of themselves there: give each a slot of its own.
+///
 /// # Errors
-/// Shapes, dtypes or layouts that do not fit, or a slot that is neither -1 nor below `P * S`, with its index: nothing is then
-/// written. A device without a kernel.
+/// Shapes, dtypes or layouts that do not fit, or on the CPU a slot that is neither -1 nor below `P * S`, with its index: nothing
+/// is then written. A device without a kernel.
 pub fn store_heads(
     stream: &Stream,
     slots: TensorRef<'_>,
@@ -44,8 +47,12 @@ pub fn store_heads(
     apart("codes", &codes)?;
     apart("scales", &scales)?;
     slots.expect("slots", "[T]", &[Some(tokens)], Some(DType::I64), device)?;
+    #[cfg(feature = "cuda")]
     if device != Device::Cpu {
-        return Err(elsewhere("storing keys and values as e4m3", device));
+        if !slots.is_contiguous() {
+            return Err(strided("slots", &slots));
+        }
+        return crate::cuda::store::heads(stream, &slots, &entries, &mut codes, &mut scales);
     }
     let Some(slots) = slots.as_slice::<i64>() else { return Err(strided("slots", &slots)) };
     check_slots(slots, pages, page_size)?;
@@ -100,8 +107,12 @@ pub fn store_latents(
     apart("cache", &cache)?;
     let (pages, page_size) = (cache.shape()[0], cache.shape()[1]);
     slots.expect("slots", "[T]", &[Some(tokens)], Some(DType::I64), device)?;
+    #[cfg(feature = "cuda")]
     if device != Device::Cpu {
-        return Err(elsewhere("storing latents as e4m3", device));
+        if !slots.is_contiguous() {
+            return Err(strided("slots", &slots));
+        }
+        return crate::cuda::store::latents(stream, &slots, &ckv, &kpe, &mut cache);
     }
     let Some(slots) = slots.as_slice::<i64>() else { return Err(strided("slots", &slots)) };
     check_slots(slots, pages, page_size)?;
@@ -155,8 +166,18 @@ fn floats(tensor: &'static str, got: &TensorRef<'_>) -> Result<()> {
     Err(Error::DTypeMismatch { tensor, expected: "f32, bf16 or f16".into(), got: got.dtype() })
 }
 
-fn elsewhere(operation: &'static str, device: Device) -> Error {
-    Error::Unsupported { operation, device, why: "this build has it on the CPU only".into() }
+/// Has the kernels of [`store_heads`], or of [`store_latents`], built and loaded, so that storing compiles nothing. Nothing on the
+/// CPU.
+///
+/// # Errors
+/// A kernel that cannot be built; a device that is not there.
+pub fn prepare_store(device: Device, latents: bool) -> Result<()> {
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        return crate::cuda::store::prepare(device, latents);
+    }
+    let _ = (device, latents);
+    Ok(())
 }
 
 /// Strides of pages, slots and heads.

@@ -5,6 +5,10 @@ use half::{bf16, f16};
 use super::*;
 use crate::{Error, Stream, TensorMut, TensorRef, reference};
 
+/// Needs the helpers of the device's own tests.
+#[cfg(all(feature = "cuda", feature = "paged", feature = "dense", feature = "flex", feature = "dsa"))]
+mod device;
+
 #[test]
 fn e4m3_codes_are_their_own_nearest_numbers_and_order_as_they_do() {
     for code in 0..=255u8 {

@@ -115,10 +115,6 @@ pub(crate) fn schedule_as(
 ) -> Result<()> {
     variant.check()?;
     table.check(geometry)?;
-    if options.target == Target::Blocks && geometry.is_fp8() {
-        let why = "a device's kernels take f32, bf16 or f16".into();
-        return Err(Error::Parameter { name: "kv_dtype", why, got: geometry.kv_dtype.to_string() });
-    }
     let tokens = table.num_tokens();
     let padded = options.pad_to.unwrap_or(tokens);
     if padded < tokens || padded > i32::MAX as usize {

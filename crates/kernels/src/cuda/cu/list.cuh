@@ -121,8 +121,9 @@ struct Attend {
     u32 walk;                  // which items this launch walks: ALL, FEW, MANY; of merges, the pieces that each is cut into
     u32 reserved;
     u32* tickets;              // of the decode kernel: zeros, which it leaves as zeros; null where merges are launched behind it
+    View k_scales, v_scales;   // of keys and values in e4m3 [P, S, G], f32: page, slot, head
 };
-static_assert(sizeof(View) == 32 && sizeof(Place) == 56 && sizeof(Attend) == 472, "as in exec/params.rs");
+static_assert(sizeof(View) == 32 && sizeof(Place) == 56 && sizeof(Attend) == 536, "as in exec/params.rs");
 constexpr u32 CAUSAL = 1;
 // Over blocks: rows are of one query head each.
 constexpr u32 PER_HEAD = 2;

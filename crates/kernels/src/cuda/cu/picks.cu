@@ -1,8 +1,9 @@
 // Around attention over picks: counting and ordering each row's picks before it, joining its leaves after it, and all of it with
 // plain arithmetic where tensor cores do not serve.
 //
-// Defines: Q_TYPE and KV_TYPE (0 f32, 1 bf16, 2 f16).
+// Defines: Q_TYPE and KV_TYPE (0 f32, 1 bf16, 2 f16; of latents also 3, e4m3 under scales).
 
+#include "codes.cuh"
 #include "sparse.cuh"
 
 #if Q_TYPE == 0
@@ -16,9 +17,17 @@ typedef F16 Query;
 typedef float Stored;
 #elif KV_TYPE == 1
 typedef Bf16 Stored;
-#else
+#elif KV_TYPE == 2
 typedef F16 Stored;
+#else
+typedef u8 Stored;
 #endif
+// Lane `lane` of a latent.
+template <class T>
+DEVICE float lane_of(const T* latent, u32 lane, u32) {
+    return to_float(latent[lane]);
+}
+DEVICE float lane_of(const u8* latent, u32 lane, u32 C) { return latent_lane(latent, lane, C); }
 
 // Where the arrays of the list lie that rows row_begin..row_end are put as: of every row its picks as pages of one slot, an item a leaf.
 struct Listed {
@@ -243,8 +252,8 @@ MSTAR_KERNEL(picks_plain, Sparse, 256, 2) {
             for (u32 key = warp(); key < keys; key += 8) {
                 const Stored* k = latent(from + key);
                 float sum = 0.0f;
-                for (u32 d = lane(); d < p.C; d += 32) sum = fused(to_float(q[d]), to_float(k[d]), sum);
-                for (u32 d = lane(); d < p.E; d += 32) sum = fused(to_float(pe[d]), to_float(k[p.C + d]), sum);
+                for (u32 d = lane(); d < p.C; d += 32) sum = fused(to_float(q[d]), lane_of(k, d, p.C), sum);
+                for (u32 d = lane(); d < p.E; d += 32) sum = fused(to_float(pe[d]), lane_of(k, p.C + d, p.C), sum);
                 UNROLL
                 for (u32 by = 16; by > 0; by /= 2) sum += shfl_xor(sum, by);
                 if (lane() == 0) scores[key] = sum * scale;
@@ -263,7 +272,7 @@ MSTAR_KERNEL(picks_plain, Sparse, 256, 2) {
                 UNROLL
                 for (u32 i = 0; i < PLAIN_COLUMNS; i++) {
                     u32 column = (slice * PLAIN_COLUMNS + i) * 256 + thread_x();
-                    if (column < p.C) acc[i] = fused(weight, to_float(k[column]), acc[i]);
+                    if (column < p.C) acc[i] = fused(weight, lane_of(k, column, p.C), acc[i]);
                 }
             }
         }

@@ -1,8 +1,9 @@
 // Any list, any dtype, any width: products, softmax and values in f32. The path of f32, and of shapes that no other kernel
 // takes. A block works for ROWS of an item's query vectors at a time, over tiles of TILE keys that start at multiples of it.
 //
-// Defines: SOURCE; Q_TYPE, KV_TYPE (0 f32, 1 bf16, 2 f16); ROWS; COLUMNS, threads along a value (32, 64, 128); SPANS, times that
+// Defines: SOURCE; Q_TYPE, KV_TYPE (0 f32, 1 bf16, 2 f16; of keys and values also 3, e4m3 under scales); ROWS; COLUMNS, threads along a value (32, 64, 128); SPANS, times that
 // these fit into a value.
+#include "codes.cuh"
 #include "finish.cuh"
 #include "gather.cuh"
 #include "mods.cuh"
@@ -21,6 +22,10 @@ template <>
 struct Typed<2> {
     typedef F16 type;
 };
+template <>
+struct Typed<3> {
+    typedef u8 type;
+};
 typedef Typed<Q_TYPE>::type Query;
 typedef Typed<KV_TYPE>::type Value;
 
@@ -32,7 +37,26 @@ constexpr u32 GROUPS = THREADS / COLUMNS;      // threads a column of values, ea
 constexpr u32 GROUP_ROWS = ROWS / GROUPS;
 static_assert(ROWS % SPLIT == 0 && ROWS % GROUPS == 0 && SOFTMAX <= 32, "rows are shared evenly");
 
-// What a block keeps in shared memory; behind it, the queries [ROWS][D].
+// Keys and values a head that are codes; latents bring their scales along.
+constexpr bool SCALED = KV_TYPE == 3 && SOURCE == PAGES;
+
+// Lane `lane` of a key or value.
+template <u32 TYPE>
+DEVICE float lane_of(u64 at, u32 lane, float scale, u32 C) {
+    if (TYPE == 3) {
+        const u8* codes = reinterpret_cast<const u8*>(at);
+        return SOURCE == LATENTS ? latent_lane(codes, lane, C) : from_e4m3(codes[lane]) * scale;
+    }
+    return to_float(reinterpret_cast<const typename Typed<TYPE == 3 ? 0 : TYPE>::type*>(at)[lane]);
+}
+// The scale that lies where the key at absolute position `at` of a row does.
+DEVICE float scale_of_key(const View& scales, const Keys& keys, u32 head, u32 at) {
+    const u32 offset = at - keys.kv_offset;
+    const i64 page = keys.pages[offset / keys.S], slot = offset % keys.S;
+    return reinterpret_cast<const float*>(scales.at)[page * scales.stride[0] + slot * scales.stride[1] + i64(head) * scales.stride[2]];
+}
+
+// What a block keeps in shared memory; behind it, the queries [ROWS][D], and of codes the scales of a tile's keys and values.
 struct Room {
     u64 k[TILE], v[TILE];  // where keys and values lie; 0: not there
     float scores[ROWS][TILE];
@@ -45,6 +69,8 @@ MSTAR_KERNEL(plain, Attend, 128, 1) {
     SHARED(memory);
     Room& room = *reinterpret_cast<Room*>(memory);
     float* queries = reinterpret_cast<float*>(memory + sizeof(Room));
+    float* k_scales = queries + ROWS * p.D;
+    float* v_scales = k_scales + TILE;
     const Image* image = p.image;
     const u32 t = thread_x(), D = p.D, Dv = p.Dv;
     const bool raw = SOURCE == BLOCKS ? SCORES == 0 : p.soft_cap == 0.0f && !p.slopes;
@@ -96,6 +122,10 @@ MSTAR_KERNEL(plain, Attend, 128, 1) {
                     Place2 place{0, 0};
                     if (base + t >= reach.lo && base + t < reach.hi) place = key_at<SOURCE>(keys, base + t);
                     room.k[t] = place.k, room.v[t] = place.v, room.seen[t] = 0;
+                    if (SCALED && place.k) {
+                        k_scales[t] = scale_of_key(p.k_scales, keys, kv_head, base + t);
+                        v_scales[t] = scale_of_key(p.v_scales, keys, kv_head, base + t);
+                    }
                 }
                 // Scores: a key a thread, CHUNK lanes of its keys at a time.
                 float sums[SPLIT_ROWS];
@@ -107,7 +137,7 @@ MSTAR_KERNEL(plain, Attend, 128, 1) {
                         u32 of = i / CHUNK, at = d + i % CHUNK;
                         u64 k = room.k[of];
                         room.keys[of][i % CHUNK] =
-                            k && at < D ? to_float(reinterpret_cast<const Value*>(k)[at]) : 0.0f;
+                            k && at < D ? lane_of<KV_TYPE>(k, at, SCALED ? k_scales[of] : 1.0f, Dv) : 0.0f;
                     }
                     block_sync();
                     float some[SPLIT_ROWS];
@@ -173,7 +203,7 @@ MSTAR_KERNEL(plain, Attend, 128, 1) {
                     if (at < Dv) {
                         NO_UNROLL for (u32 j = 0; j < TILE; j++) {
                             if (!room.seen[j]) continue;
-                            float v = to_float(reinterpret_cast<const Value*>(room.v[j])[at]);
+                            float v = lane_of<KV_TYPE>(room.v[j], at, SCALED ? v_scales[j] : 1.0f, Dv);
                             UNROLL for (u32 i = 0; i < GROUP_ROWS; i++) some[i] += room.scores[group_begin + i][j] * v;
                         }
                     }

@@ -411,6 +411,9 @@ fn parameters(call: &Call<'_>, numbers: Numbers<'_>) -> Attend {
     if work.stored == Stored::Segments && work.segments.paged {
         params.flags |= PREFIX_PAGES;
     }
+    if let Some([k, v]) = &call.extra.scales {
+        (params.k_scales, params.v_scales) = (View::strided(k), View::strided(v));
+    }
     #[cfg(feature = "dense")]
     if let Some([k, v]) = &call.extra.prefix {
         (params.k_prefix, params.v_prefix) = (View::of(k), View::of(v));

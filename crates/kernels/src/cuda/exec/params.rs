@@ -26,6 +26,12 @@ impl View {
         View { at: tensor.as_ptr() as u64, stride }
     }
 
+    /// A tensor of three axes, of which none needs to be contiguous.
+    pub(crate) fn strided(tensor: &TensorRef<'_>) -> View {
+        let strides = tensor.strides();
+        View { at: tensor.as_ptr() as u64, stride: [0, 1, 2].map(|axis| strides[axis] as i64) }
+    }
+
     /// Whether every row of the tensor starts on 16 bytes. An axis of one entry is never stepped along.
     pub(crate) fn aligned(tensor: &TensorRef<'_>) -> bool {
         View::aligned_to(tensor, 16)
@@ -107,6 +113,9 @@ pub(crate) struct Attend {
     pub(crate) reserved: u32,
     /// Of the decode kernel: zeros, which it leaves as zeros; 0 where merges are launched behind it.
     pub(crate) tickets: u64,
+    /// Of keys and values in e4m3, every axis with its stride.
+    pub(crate) k_scales: View,
+    pub(crate) v_scales: View,
 }
 
 /// [`Attend::flags`].
@@ -120,7 +129,7 @@ pub(crate) const ALIGNED: u32 = 8;
 
 const _: () = {
     // `cu/list.cuh` asserts the same numbers.
-    assert!(size_of::<View>() == 32 && size_of::<Place>() == 56 && size_of::<Attend>() == 472);
+    assert!(size_of::<View>() == 32 && size_of::<Place>() == 56 && size_of::<Attend>() == 536);
 };
 
 /// Which items a launch walks.
@@ -140,6 +149,7 @@ pub(crate) fn number(dtype: DType) -> i64 {
     match dtype {
         DType::Bf16 => 1,
         DType::F16 => 2,
+        DType::E4m3 => 3,
         _ => 0,
     }
 }

@@ -32,7 +32,9 @@ pub(super) fn choose(work: &WorkList, mods: &Kinds, context: &Context) -> Option
     let rows = if spans <= 4 { 16 } else { 8 };
     // As `Room` in `cu/plain.cu`, and the queries behind it.
     let room = 2 * TILE * 8 + (rows * TILE + TILE * (CHUNK + 1) + rows + TILE) * 4;
-    let shared = (room + rows * depth * 4) as u32;
+    // Behind them, of codes a head, the scales of a tile's keys and values.
+    let scales = if geometry.is_fp8() && work.stored == Stored::Heads { 2 * TILE * 4 } else { 0 };
+    let shared = (room + rows * depth * 4 + scales) as u32;
     if spans > 8 || shared > context.shared_per_block_optin() {
         return None;
     }

@@ -27,6 +27,7 @@ macro_rules! unit {
 const HEADERS: &[(&str, &str)] = &[
     // From the bottom up.
     file!("ptx.cuh"),
+    file!("codes.cuh"),
     file!("hopper.cuh"),
     file!("element.cuh"),
     file!("list.cuh"),
@@ -63,6 +64,8 @@ impl Unit {
 
     /// Whole entries from place to place.
     pub const MOVE: Unit = unit!("move.cu");
+    /// Tokens into a cache of e4m3.
+    pub const STORE: Unit = unit!("store.cu");
     /// Partial results of attention joined.
     pub const JOIN: Unit = unit!("join.cu");
     /// Synthetic queries, keys and values.
@@ -108,6 +111,7 @@ impl Unit {
         Unit::SPARSE,
         Unit::PICKS,
         Unit::MOVE,
+        Unit::STORE,
         Unit::JOIN,
         Unit::SYNTH,
     ];

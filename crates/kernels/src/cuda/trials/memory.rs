@@ -71,7 +71,7 @@ pub(super) fn queries(
 }
 
 /// Numbers as a device's memory.
-pub(super) fn put(stream: &Stream, bytes: &[u8]) -> Buffer {
+pub(crate) fn put(stream: &Stream, bytes: &[u8]) -> Buffer {
     let mut buffer = Buffer::zeroed_on(stream.device(), bytes.len().max(1)).unwrap();
     let to = buffer.tensor_mut(0, DType::U8, &[bytes.len()]).unwrap();
     copy(stream, TensorRef::from_slice(bytes, &[bytes.len()]).unwrap(), to).unwrap();
@@ -79,11 +79,17 @@ pub(super) fn put(stream: &Stream, bytes: &[u8]) -> Buffer {
 }
 
 /// The first bytes of a device's memory, once the stream has come there.
-pub(super) fn take(stream: &Stream, buffer: &Buffer, len: usize) -> Vec<u8> {
+pub(crate) fn take(stream: &Stream, buffer: &Buffer, len: usize) -> Vec<u8> {
     let mut bytes = vec![0u8; len];
     let from = buffer.tensor(0, DType::U8, &[len]).unwrap();
     copy(stream, from, TensorMut::from_slice(&mut bytes, &[len]).unwrap()).unwrap();
     bytes
+}
+
+/// A device's first `count` elements, once the stream has come there.
+pub(crate) fn take_all<T: bytemuck::Pod>(stream: &Stream, buffer: &Buffer, count: usize) -> Vec<T> {
+    let bytes = take(stream, buffer, count * size_of::<T>());
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
 }
 
 /// Bytes as numbers.

@@ -19,7 +19,7 @@ mod heads;
 mod invariance;
 mod killed;
 mod latents;
-mod memory;
+pub(crate) mod memory;
 mod mods;
 mod poison;
 mod sanitize;
@@ -35,11 +35,11 @@ use latents::OverLatents;
 use segments::{OverSegments, Prefixes};
 use sparse::{OverPicks, Picked};
 
-const DEVICE: Device = Device::Cuda(0);
+pub(crate) const DEVICE: Device = Device::Cuda(0);
 const DTYPES: [DType; 3] = [DType::Bf16, DType::F16, DType::F32];
 
 /// A stream of the device to test on, if there is one; aloud where there is none.
-fn stream(test: &str) -> Option<OwnedStream> {
+pub(crate) fn stream(test: &str) -> Option<OwnedStream> {
     #[cfg(feature = "emulator")]
     assert!(crate::cuda::emulate(), "another test chose the driver");
     match Context::of(DEVICE).and_then(|_| OwnedStream::new(DEVICE)) {
@@ -53,7 +53,7 @@ fn stream(test: &str) -> Option<OwnedStream> {
 
 /// Whether all that a test has is run: on a card, and where `MSTAR_TRIALS` is `all`. The emulated device, on which a launch takes as
 /// long as a thousand take a card, runs less by default: fewer rows, and of dtypes one a test.
-fn whole() -> bool {
+pub(crate) fn whole() -> bool {
     !Context::of(DEVICE).is_ok_and(Context::is_emulated)
         || std::env::var_os("MSTAR_TRIALS").is_some_and(|all| all == "all")
 }

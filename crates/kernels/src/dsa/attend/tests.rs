@@ -10,6 +10,8 @@ use crate::reference::{self, Attended};
 use crate::testing::{Number, hash, noise};
 use crate::{DType, Error, Result, Stream, TensorMut, TensorRef};
 
+mod fp8;
+
 fn on_every_isa(mut test: impl FnMut()) {
     for &isa in Isa::supported() {
         let _forced = Isa::force(isa).unwrap();
@@ -431,63 +433,4 @@ proptest! {
             Batch::<f32>::make((h, c, e, s), &[(start, len)], &rows, 600, seed).check();
         });
     }
-}
-
-/// Over e4m3 latents a pick has the bits of one over an f32 pool of what they stand for.
-#[test]
-fn f_fp8_picks_over_codes_have_the_bits_of_an_f32_cache() {
-    use crate::fp8;
-    let (h, c, e, s) = (3, 132, 6, 8);
-    let bytes = fp8::latent_bytes(c, e);
-    let rows = [(0, picks(40, 90, 1)), (1, picks(7, 30, 2)), (-1, vec![]), (0, vec![])];
-    on_every_isa(|| {
-        let mut batch = Batch::<f32>::make((h, c, e, s), &[(3, 90), (0, 30)], &rows, 64, 5);
-        let slots = batch.latent.len() / (c + e);
-        let held: Vec<i64> = (0..slots as i64)
-            .map(|slot| if batch.latent[slot as usize * (c + e)].is_nan() { -1 } else { slot })
-            .collect();
-        let mut stored = vec![0xffu8; slots * bytes];
-        let all = TensorRef::from_slice(&batch.latent, &[slots, c + e]).unwrap();
-        fp8::store_latents(
-            &Stream::cpu(),
-            TensorRef::from_slice(&held, &[slots]).unwrap(),
-            all.narrow(1, 0, c).unwrap(),
-            all.narrow(1, c, e).unwrap(),
-            TensorMut::from_slice(&mut stored, &[batch.num_pages, s, bytes]).unwrap(),
-        )
-        .unwrap();
-        for slot in 0..slots {
-            for lane in 0..c + e {
-                batch.latent[slot * (c + e) + lane] =
-                    fp8::dequantise_latent(&stored[slot * bytes..][..bytes], c, lane);
-            }
-        }
-        batch.check();
-        let want = batch.run();
-        let geometry = Geometry { kv_dtype: DType::E4m3, ..batch.geometry };
-        let t = batch.row_request.len();
-        let (mut o, mut lse) = (vec![7f32; t * h * c], vec![7f32; t * h]);
-        let mut workspace = vec![0xffu8; sparse_workspace_bytes(&geometry, batch.topk, 2)];
-        let available = workspace.len();
-        let params = SparseParams {
-            geometry,
-            sm_scale: batch.sm_scale,
-            q_nope: TensorRef::from_slice(&batch.q_nope, &[t, h, c]).unwrap(),
-            q_pe: TensorRef::from_slice(&batch.q_pe, &[t, h, e]).unwrap(),
-            latent: TensorRef::from_slice(&stored, &[batch.num_pages, s, bytes]).unwrap(),
-            selection: TensorRef::from_slice(&batch.selection, &[t, batch.topk]).unwrap(),
-            row_request: &batch.row_request,
-            kv_indptr: &batch.kv_indptr,
-            kv_indices: &batch.kv_indices,
-            page_start: &batch.page_start,
-            kv_lens: &batch.kv_lens,
-            o: TensorMut::from_slice(&mut o, &[t, h, c]).unwrap(),
-            lse: Some(TensorMut::from_slice(&mut lse, &[t, h]).unwrap()),
-            workspace: TensorMut::from_slice(&mut workspace, &[available]).unwrap(),
-            workers: 2,
-        };
-        sparse_attend(&Stream::cpu(), params).unwrap();
-        assert!(o.iter().zip(&want.o).all(|(a, b)| a.to_bits() == b.to_bits()));
-        assert!(lse.iter().zip(&want.lse).all(|(a, b)| a.to_bits() == b.to_bits()));
-    });
 }

@@ -274,10 +274,20 @@ pub(crate) fn agree<Q: Number>(got: &Result<Q>, want: &Attended, what: &str) {
         DType::F16 => 6e-4,
         _ => 3.2e-3,
     };
+    agree_within(got, want, [bound, 1e-6], what);
+}
+
+/// The same, within bounds of outputs and `lse`.
+pub(crate) fn agree_within<Q: Number>(
+    got: &Result<Q>,
+    want: &Attended,
+    [bound, of_lse]: [f64; 2],
+    what: &str,
+) {
     let o = relative_error(got.o.iter().map(|x| x.to_f64()), &want.o, &format!("o of {what}"));
     let lse = relative_error(got.lse.iter().map(|&x| x.into()), &want.lse, &format!("lse of {what}"));
     assert!(o <= bound, "o of {what}: relative error {o:.3e}");
-    assert!(lse <= 1e-6, "lse of {what}: relative error {lse:.3e}");
+    assert!(lse <= of_lse, "lse of {what}: relative error {lse:.3e}");
 }
 
 /// Asserts that two results have the same bits.

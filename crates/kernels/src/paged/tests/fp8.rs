@@ -195,6 +195,18 @@ impl<Q: Number> Batch<Q> {
 
     /// Holds a run against the oracle over the numbers in f64, and against the f32 cache to the bit.
     fn check(&self) {
+        let got = self.run();
+        let bound = match Q::DTYPE {
+            DType::F32 => 2e-6,
+            DType::F16 => 6e-4,
+            _ => 3.2e-3,
+        };
+        self.judge(&got, bound);
+        same(&got, &self.over_numbers(), "an f32 cache");
+    }
+
+    /// Holds results against the oracle: a relative error in the root mean square.
+    fn judge(&self, (o, lse): &(Vec<Q>, Vec<f32>), bound: f64) {
         let g = &self.geometry;
         let (k, v) = (
             reference::fp8::heads(&self.codes[0], &self.scales[0], g.head_dim_qk),
@@ -223,12 +235,6 @@ impl<Q: Number> Batch<Q> {
             },
         })
         .unwrap();
-        let (o, lse) = self.run();
-        let bound = match Q::DTYPE {
-            DType::F32 => 2e-6,
-            DType::F16 => 6e-4,
-            _ => 3.2e-3,
-        };
         let far = |got: &mut dyn Iterator<Item = f64>, want: &[f64]| {
             let (mut error, mut norm) = (0.0, 0.0);
             for (index, (got, &want)) in got.zip(want).enumerate() {
@@ -245,7 +251,6 @@ impl<Q: Number> Batch<Q> {
         assert!(error <= bound, "o: {error:.3e} of {:?} {:?}", self.geometry, self.rows);
         let error = far(&mut lse.iter().map(|&x| x.into()), &want.lse);
         assert!(error <= 2e-6, "lse: {error:.3e} of {:?} {:?}", self.geometry, self.rows);
-        same(&(o, lse), &self.over_numbers(), "an f32 cache");
     }
 }
 
@@ -262,6 +267,10 @@ fn on_every_isa(mut test: impl FnMut()) {
         test();
     }
 }
+
+/// Needs the helpers of the device's own tests.
+#[cfg(all(feature = "cuda", feature = "dense", feature = "flex", feature = "dsa"))]
+mod device;
 
 const DECODE: [(usize, usize); 9] =
     [(1, 1), (1, 63), (1, 64), (1, 65), (0, 5), (1, 0), (2, 130), (1, 700), (3, 2)];

@@ -1,0 +1,140 @@
+//! The same on whatever device there is.
+
+use super::*;
+use crate::cuda::trials::memory::{put, take_all};
+use crate::cuda::trials::{stream, whole};
+use crate::mla::tests::batch::agree_within;
+use crate::paged::Target;
+
+impl<Q: Number> Stored<Q> {
+    fn on_device(&self, stream: &Stream) -> batch::Result<Q> {
+        let Shape { h, c, e, s } = self.batch.shape;
+        let mut work = WorkList::default();
+        let real = *self.batch.qo_indptr.last().unwrap() as usize;
+        let options =
+            ScheduleOptions { target: Target::Blocks, pad_to: Some(real + 2), ..ScheduleOptions::default() };
+        schedule(&self.geometry(), &self.batch.variant, &self.batch.table(), &options, &mut work).unwrap();
+        work.stage(stream).unwrap();
+        let (t, size) = (work.num_tokens(), Q::DTYPE.size());
+        let upload = |numbers: &[Q], len: usize| {
+            let mut numbers = numbers.to_vec();
+            numbers.resize(len, Q::of(f32::NAN));
+            put(stream, bytemuck::cast_slice(&numbers))
+        };
+        let (q_nope, q_pe) = (upload(&self.batch.q_nope, t * h * c), upload(&self.batch.q_pe, t * h * e));
+        let latent = put(stream, &self.bytes);
+        let (mut o, mut lse) =
+            (put(stream, &vec![0xff; t * h * c * size]), put(stream, &vec![0xff; t * h * 4]));
+        let bytes = workspace_bytes(&work, 1);
+        let mut workspace = put(stream, &vec![0xff; bytes]);
+        let pool = [self.batch.num_pages, s, fp8::latent_bytes(c, e)];
+        let params = AttendParams {
+            work: &work,
+            q_nope: q_nope.tensor(0, Q::DTYPE, &[t, h, c]).unwrap(),
+            q_pe: q_pe.tensor(0, Q::DTYPE, &[t, h, e]).unwrap(),
+            latent: latent.tensor(0, DType::U8, &pool).unwrap(),
+            o: o.tensor_mut(0, Q::DTYPE, &[t, h, c]).unwrap(),
+            lse: Some(lse.tensor_mut(0, DType::F32, &[t, h]).unwrap()),
+            workspace: workspace.tensor_mut(0, DType::U8, &[bytes]).unwrap(),
+            workers: 1,
+        };
+        attend(stream, params).unwrap();
+        let mut o: Vec<Q> = take_all(stream, &o, t * h * c);
+        let mut lse: Vec<f32> = take_all(stream, &lse, t * h);
+        assert!(o[real * h * c..].iter().all(|x| x.to_f64() == 0.0), "a padded token's output is 0");
+        assert!(lse[real * h..].iter().all(|&x| x == f32::NEG_INFINITY), "and its log-sum-exp -inf");
+        o.truncate(real * h * c);
+        lse.truncate(real * h);
+        batch::Result { o, lse }
+    }
+
+    fn check_on(&self, stream: &Stream) {
+        let bound = match Q::DTYPE {
+            DType::F32 => 2e-6,
+            DType::F16 => 6e-4,
+            _ => 4.2e-3,
+        };
+        let what = format!("{:?} {:?} on a device", self.batch.shape, Q::DTYPE);
+        agree_within(&self.on_device(stream), &self.oracle(), [bound, 2e-6], &what);
+    }
+}
+
+#[test]
+fn latents_in_codes_have_the_oracles_numbers_on_a_device() {
+    let Some(own) = stream("latents_in_codes") else { return };
+    let stream = &own.stream();
+    let some = rows();
+    let some = if whole() { &some[..] } else { &some[..8] };
+    Stored::<bf16>::new(Shape { h: 4, c: 64, e: 16, s: 16 }, CAUSAL, some).check_on(stream);
+    Stored::<bf16>::new(Shape { h: 18, c: 256, e: 64, s: 64 }, CAUSAL, &some[..7]).check_on(stream);
+    Stored::<f16>::new(Shape { h: 3, c: 132, e: 6, s: 8 }, Variant { causal: false, ..CAUSAL }, some)
+        .check_on(stream);
+    Stored::<f32>::new(Shape { h: 2, c: 64, e: 0, s: 16 }, CAUSAL, some).check_on(stream);
+    Stored::<bf16>::new(Shape { h: 16, c: 512, e: 64, s: 64 }, CAUSAL, &[row(1, 150), row(2, 67)])
+        .check_on(stream);
+    // A negative scale, and more heads than a block of 64 takes.
+    let turned = Variant { sm_scale: -0.2, causal: false };
+    Stored::<bf16>::new(Shape { h: 66, c: 128, e: 64, s: 4 }, turned, &[row(1, 90), row(3, 40), row(1, 0)])
+        .check_on(stream);
+    Stored::<bf16>::new(Shape { h: 66, c: 512, e: 64, s: 4 }, CAUSAL, &[row(1, 90), row(1, 600)])
+        .check_on(stream);
+}
+
+#[test]
+fn f_fp8_a_scale_on_a_device_is_its_own_groups_and_tokens_alone() {
+    let Some(own) = stream("a_scale_on_a_device") else { return };
+    let stream = &own.stream();
+    for h in [2, 40] {
+        let shape = Shape { h, c: 256, e: 2, s: 8 };
+        let stored = Stored::<bf16>::new(shape, CAUSAL, &[row(1, 40), row(1, 30)]);
+        let before = stored.on_device(stream);
+        let bytes = fp8::latent_bytes(256, 2);
+        for group in 0..2 {
+            let mut changed = Stored { batch: stored.batch.clone(), bytes: stored.bytes.clone() };
+            let at = stored.slot(0, 11) * bytes + 256 + 4 * group;
+            let scale = f32::from_ne_bytes(changed.bytes[at..at + 4].try_into().unwrap());
+            changed.bytes[at..at + 4].copy_from_slice(&(3.0 * scale).to_ne_bytes());
+            let after = changed.on_device(stream);
+            changed.check_on(stream);
+            assert!(after.o[..h * 256] != before.o[..h * 256]);
+            assert_eq!(after.o[h * 256..], before.o[h * 256..]);
+        }
+    }
+}
+
+/// Tokens and groups under scales of every magnitude: none underflows under another's.
+#[test]
+fn f_fp8_scales_of_latents_far_apart_lose_nothing_to_each_other() {
+    let Some(own) = stream("scales_of_latents_far_apart") else { return };
+    for (h, by) in [(2, 1e-10f32), (40, 1e-10), (2, 1e10), (40, 1.0)] {
+        let variant = Variant { sm_scale: 0.01 / by.max(1.0), ..CAUSAL };
+        let mut stored =
+            Stored::<bf16>::new(Shape { h, c: 256, e: 2, s: 8 }, variant, &[row(1, 90), row(2, 33)]);
+        let bytes = fp8::latent_bytes(256, 2);
+        for (slot, token) in stored.bytes.chunks_exact_mut(bytes).enumerate() {
+            for group in 0..2 {
+                let at = 256 + 4 * group;
+                let scale = f32::from_ne_bytes(token[at..at + 4].try_into().unwrap());
+                let scale = scale * by * 10f32.powi((slot + 3 * group) as i32 % 7 - 3);
+                token[at..at + 4].copy_from_slice(&scale.to_ne_bytes());
+            }
+        }
+        stored.check_on(&own.stream());
+    }
+}
+
+#[test]
+fn f_fp8_nan_encodings_on_a_device_are_nan_where_they_are_seen() {
+    let Some(own) = stream("nan_encodings_on_a_device") else { return };
+    for h in [2, 40] {
+        for code in [0x7f, 0xff] {
+            let mut stored =
+                Stored::<bf16>::new(Shape { h, c: 64, e: 2, s: 8 }, CAUSAL, &[row(1, 40), row(1, 30)]);
+            let slot = stored.slot(1, 5);
+            stored.bytes[slot * fp8::latent_bytes(64, 2) + 9] = code;
+            let got = stored.on_device(&own.stream());
+            assert!(got.o[..h * 64].iter().all(|x| x.to_f32().is_finite()));
+            assert!(got.o[h * 64..].iter().all(|x| x.to_f32().is_nan()));
+        }
+    }
+}
