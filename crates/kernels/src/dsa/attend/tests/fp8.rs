@@ -102,7 +102,7 @@ mod device {
             let batch = &self.batch;
             let geometry = self.geometry();
             let Geometry { num_qo_heads: h, kv_lora_rank: c, qk_rope_head_dim: e, .. } = geometry;
-            prepare_sparse(stream, &geometry).unwrap();
+            prepare_sparse(stream, &geometry, crate::Kernels::Auto).unwrap();
             let (t, k, size) = (batch.row_request.len(), batch.topk, T::DTYPE.size());
             let positions = vec![0; t];
             let table = Table {
