@@ -33,3 +33,16 @@ pub(crate) fn supported(operation: &'static str, stream: &Stream) -> Result<Devi
         device => Ok(device),
     }
 }
+
+/// Multiprocessors of a device, for plans that count on them; those of a large one where it cannot be asked.
+#[cfg(any(feature = "paged", feature = "mla"))]
+pub(crate) fn processors(device: Device) -> u32 {
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu
+        && let Ok(context) = crate::cuda::Context::of(device)
+    {
+        return context.sm_count();
+    }
+    let _ = device;
+    crate::paged::PROCESSORS
+}

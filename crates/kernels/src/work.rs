@@ -17,6 +17,7 @@ use crate::Kernels;
 use crate::Result;
 use crate::Stream;
 use crate::paged::{Geometry, Stored, Target, Variant};
+use crate::plan::Schedule;
 
 /// [`Member::partial`] of an item that writes the row's final result.
 pub const DIRECT: u64 = u64::MAX;
@@ -260,6 +261,9 @@ pub struct WorkList {
     pub(crate) target: Target,
     /// Which kernels are to run it, on a device.
     pub(crate) kernels: Kernels,
+    /// Whether its rows' leaves came of the batch, and of how many multiprocessors.
+    pub(crate) schedule: Schedule,
+    pub(crate) processors: u32,
     /// Of a list cut for a device: items of few query vectors, which come first.
     pub(crate) few: usize,
     /// Those items for the decode kernel; empty where another kernel takes them.
@@ -312,6 +316,8 @@ impl Default for WorkList {
             blocks: Blocks::default(),
             target: Target::Threads,
             kernels: Kernels::Auto,
+            schedule: Schedule::Invariant,
+            processors: 0,
             few: 0,
             tasks: Vec::new(),
             fused: 0,

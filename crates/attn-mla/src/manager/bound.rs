@@ -4,10 +4,10 @@ use mstar_core::attend::{AttnGeometry, StepShape, pages};
 use mstar_core::kv::KvLayout;
 
 use super::planner::page_table;
-use crate::{Device, Geometry, Plan, PlanOptions, Result, Variant};
+use crate::{Device, Geometry, Plan, PlanOptions, Result, Schedule, Variant};
 
 /// Bytes of one workspace (there is one for each plan label and slot) that steps up to `largest` need with `workers`
-/// threads, 0 standing for the rayon pool of the caller; 0 for a cache of heads, which this backend refuses.
+/// threads planned by `schedule`, 0 standing for the rayon pool of the caller; 0 for a cache of heads, which this backend refuses.
 ///
 /// # Errors
 /// A geometry that no kernel takes.
@@ -16,6 +16,7 @@ pub fn workspace_bound(
     largest: StepShape,
     workers: usize,
     device: Device,
+    schedule: Schedule,
 ) -> Result<usize> {
     let KvLayout::Mla { kv_lora_rank, qk_rope_head_dim } = geometry.layout else { return Ok(0) };
     let geometry = Geometry {
@@ -33,7 +34,7 @@ pub fn workspace_bound(
         pages::workspace_bound(shape, |rows| {
             let mut most = 0;
             for cascade in [false, true] {
-                let options = PlanOptions { workers, cascade, device, ..PlanOptions::default() };
+                let options = PlanOptions { workers, cascade, device, schedule, ..PlanOptions::default() };
                 most = most.max(bytes(&geometry, rows, &options)?);
             }
             Ok(most)
@@ -67,7 +68,8 @@ mod tests {
             let attn = AttnGeometry::over(&kv, heads, DType::Bf16, Softmax::scaled(0.1));
             let largest = StepShape { rows: 16, tokens: 528, kv_len: 15_100 };
             for workers in [1, 2, 16] {
-                let bound = workspace_bound(&attn, largest, workers, Device::Cpu).unwrap();
+                let bound =
+                    workspace_bound(&attn, largest, workers, Device::Cpu, Schedule::Invariant).unwrap();
                 for kv_len in [1, 1024, 4097, 15_100] {
                     let geometry = Geometry {
                         num_qo_heads: heads,

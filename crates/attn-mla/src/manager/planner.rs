@@ -63,8 +63,11 @@ impl MlaPlanner {
     /// No plan yet, with workspaces for the largest step.
     pub(super) fn plans(self, cx: &BuildContext) -> Result<Plans<MlaPlanner>> {
         let foreseen = match cx.largest {
-            Some(largest) => workspace_bound(&cx.geometry, largest, self.options.workers, cx.device())
-                .map_err(|error| Error::backend(cx.name.as_str(), error))?,
+            Some(largest) => {
+                let (workers, schedule) = (self.options.workers, self.options.schedule);
+                workspace_bound(&cx.geometry, largest, workers, cx.device(), schedule)
+                    .map_err(|error| Error::backend(cx.name.as_str(), error))?
+            }
             None => 0,
         };
         Plans::new(cx.stream, cx.name.clone(), self, cx.largest, foreseen)?.prepared()

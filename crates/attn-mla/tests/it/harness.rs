@@ -324,7 +324,7 @@ pub(crate) fn relative_error(got: impl Iterator<Item = f64>, want: &[f64], what:
     if norm == 0.0 { error } else { (error / norm).sqrt() }
 }
 
-fn agree<T: Number>(got: &Result<T>, want: &Attended, coarse: bool, what: &str) {
+pub(crate) fn agree<T: Number>(got: &Result<T>, want: &Attended, coarse: bool, what: &str) {
     assert_eq!((got.o.len(), got.lse.len()), (want.o.len(), want.lse.len()), "{what}");
     let bound = match T::DTYPE {
         _ if coarse => 3.2e-3,

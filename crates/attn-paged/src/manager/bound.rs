@@ -4,10 +4,10 @@ use mstar_core::attend::{AttnGeometry, StepShape, pages};
 use mstar_core::kv::KvLayout;
 
 use super::planner::page_table;
-use crate::{Device, Geometry, Plan, PlanOptions, Result, Variant};
+use crate::{Device, Geometry, Plan, PlanOptions, Result, Schedule, Variant};
 
 /// Bytes of one workspace (there is one for each plan label and slot) that steps up to `largest` need with `workers`
-/// threads, 0 standing for the rayon pool of the caller.
+/// threads planned by `schedule`, 0 standing for the rayon pool of the caller.
 ///
 /// # Errors
 /// A geometry that no kernel takes.
@@ -16,6 +16,7 @@ pub fn workspace_bound(
     largest: StepShape,
     workers: usize,
     device: Device,
+    schedule: Schedule,
 ) -> Result<usize> {
     let KvLayout::Nhd { num_kv_heads, head_dim } = geometry.layout else { return Ok(0) };
     let geometry = Geometry {
@@ -30,7 +31,7 @@ pub fn workspace_bound(
     pages::workspace_bound(largest, |rows| {
         let mut most = 0;
         for cascade in [false, true] {
-            let options = PlanOptions { workers, cascade, device, ..PlanOptions::default() };
+            let options = PlanOptions { workers, cascade, device, schedule, ..PlanOptions::default() };
             most = most.max(bytes(&geometry, rows, &options)?);
         }
         Ok(most)
@@ -54,7 +55,7 @@ mod tests {
         let softmax = mstar_core::attend::Softmax::scaled(0.1);
         let attn = AttnGeometry::over(&kv, 32, DType::Bf16, softmax);
         let largest = StepShape { rows: 8, tokens: 520, kv_len: 1088 };
-        let bound = workspace_bound(&attn, largest, 2, Device::Cpu).unwrap();
+        let bound = workspace_bound(&attn, largest, 2, Device::Cpu, Schedule::Invariant).unwrap();
         for kv_len in [512, 1024, 1088] {
             let geometry = Geometry {
                 num_qo_heads: 32,
@@ -85,7 +86,7 @@ mod tests {
         let softmax = mstar_core::attend::Softmax::scaled(0.1);
         let attn = AttnGeometry::over(&kv, 8, DType::Bf16, softmax);
         let largest = StepShape { rows: 16, tokens: 528, kv_len: 15100 };
-        let bound = workspace_bound(&attn, largest, 2, Device::Cpu).unwrap();
+        let bound = workspace_bound(&attn, largest, 2, Device::Cpu, Schedule::Invariant).unwrap();
         for kv_len in [1024, 4096, 8192, 12_000, 15_100] {
             let geometry = Geometry {
                 num_qo_heads: 8,

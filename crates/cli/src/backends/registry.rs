@@ -1,6 +1,7 @@
 //! Which backends this build has: the only file that knows a backend's feature.
 
 use mstar_core::attend::{AttnGeometry, Backends, StepShape};
+use mstar_core::spec::Schedule;
 use mstar_kernels::Device;
 #[allow(unused_imports, reason = "a build may have no backend")]
 use std::sync::Arc;
@@ -44,12 +45,25 @@ pub(crate) fn workspace_bytes(
     head_dim_vo: Option<usize>,
     largest: StepShape,
     device: Device,
+    schedule: Schedule,
 ) -> anyhow::Result<usize> {
     match backend {
         #[cfg(feature = "paged")]
-        "paged" | "cross" => Ok(mstar_attn_paged::workspace_bound(geometry, largest, 0, device)?),
+        "paged" | "cross" => {
+            let schedule = match schedule {
+                Schedule::Throughput => mstar_attn_paged::Schedule::Throughput,
+                Schedule::Invariant => mstar_attn_paged::Schedule::Invariant,
+            };
+            Ok(mstar_attn_paged::workspace_bound(geometry, largest, 0, device, schedule)?)
+        }
         #[cfg(feature = "mla")]
-        "mla" => Ok(mstar_attn_mla::workspace_bound(geometry, largest, 0, device)?),
+        "mla" => {
+            let schedule = match schedule {
+                Schedule::Throughput => mstar_attn_mla::Schedule::Throughput,
+                Schedule::Invariant => mstar_attn_mla::Schedule::Invariant,
+            };
+            Ok(mstar_attn_mla::workspace_bound(geometry, largest, 0, device, schedule)?)
+        }
         #[cfg(feature = "dense")]
         "dense" => Ok(mstar_attn_dense::workspace_bound(geometry, largest, 0, device)?),
         #[cfg(feature = "flex")]
@@ -58,7 +72,7 @@ pub(crate) fn workspace_bytes(
             Ok(mstar_attn_flex::workspace_bound(geometry, head_dim_vo.unwrap_or(1), largest, 0, device)?)
         }
         _ => {
-            let _ = (geometry, head_dim_vo, largest, device);
+            let _ = (geometry, head_dim_vo, largest, device, schedule);
             Ok(0)
         }
     }

@@ -6,7 +6,7 @@ use mstar_kernels::cuda::{Context, Event, peak};
 use mstar_kernels::{Buffer, DType, fill};
 
 use super::limits::Limits;
-use super::measure::{Made, Timed};
+use super::measure::{Made, Timed, middle};
 use super::place::Place;
 
 /// Bytes that are written before each repetition: several times a second-level cache.
@@ -98,14 +98,20 @@ impl Clock {
         let (least, budget) = if quick { (3, 0) } else { (20, 250) };
         for _ in 0..if quick { 1 } else { 3 } {
             (made.work)()?;
+            made.throughput.as_mut().map_or(Ok(()), |work| work())?;
         }
         place.stream().synchronize()?;
-        let mut times = Vec::new();
+        let (mut times, mut throughput) = (Vec::new(), Vec::new());
         let started = Instant::now();
         while times.len() < least || started.elapsed() < Duration::from_millis(budget) {
             times.push(self.seconds(place, &mut made.work)?);
+            if let Some(work) = &mut made.throughput {
+                throughput.push(self.seconds(place, work)?);
+            }
         }
         times.sort_by(f64::total_cmp);
-        Ok(Timed { median: times[times.len() / 2], fastest: times[0], repetitions: times.len(), reads: None })
+        let (throughput, repetitions) = (middle(throughput), times.len());
+        let median = times[repetitions / 2];
+        Ok(Timed { median, fastest: times[0], repetitions, throughput, reads: None })
     }
 }

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+#[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
+use mstar_kernels::plan::Schedule;
 use serde::{Deserialize, Serialize};
 
 /// What is called again and again.
@@ -10,6 +12,8 @@ pub(super) type Work = Box<dyn FnMut() -> anyhow::Result<()>>;
 /// A case ready to be timed.
 pub(super) struct Made {
     pub(super) work: Work,
+    /// The same work by `schedule: throughput`, where there is one.
+    pub(super) throughput: Option<Work>,
     /// Plain reads of the memory that `work` reads.
     pub(super) reads: Option<PlainReads>,
 }
@@ -17,7 +21,18 @@ pub(super) struct Made {
 impl Made {
     /// A case that is held against the limits of the machine alone.
     pub(super) fn alone(work: impl FnMut() -> anyhow::Result<()> + 'static) -> Made {
-        Made { work: Box::new(work), reads: None }
+        Made { work: Box::new(work), throughput: None, reads: None }
+    }
+
+    /// A case that is planned twice: by the invariant schedule, and by the one that it is held against.
+    #[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
+    pub(super) fn twice(mut work: impl FnMut(Schedule) -> anyhow::Result<()> + 'static) -> Made {
+        let work = std::rc::Rc::new(std::cell::RefCell::new(move |schedule| work(schedule)));
+        let of = |schedule: Schedule| -> Work {
+            let work = work.clone();
+            Box::new(move || (work.borrow_mut())(schedule))
+        };
+        Made { work: of(Schedule::Invariant), throughput: Some(of(Schedule::Throughput)), reads: None }
     }
 }
 
@@ -40,8 +55,16 @@ pub(super) struct Timed {
     pub(super) fastest: f64,
     /// Repetitions.
     pub(super) repetitions: usize,
+    /// Seconds a call by `schedule: throughput`, the middle one, in turns with the others.
+    pub(super) throughput: Option<f64>,
     /// What the plain reads came to in the same repetitions.
     pub(super) reads: Option<Reads>,
+}
+
+/// The middle one.
+pub(super) fn middle(mut times: Vec<f64>) -> Option<f64> {
+    times.sort_by(f64::total_cmp);
+    times.get(times.len() / 2).copied()
 }
 
 /// Plain reads beside a case.
@@ -81,12 +104,16 @@ pub(super) fn measure(mut made: Made, case_bytes: f64, quick: bool) -> anyhow::R
         (false, true) => (15, 3000),
     };
     let (mut times, mut in_order, mut in_page_order) = (Vec::new(), Vec::new(), Vec::new());
+    let mut throughput = Vec::new();
     let started = Instant::now();
     while times.len() < least || started.elapsed() < Duration::from_millis(budget) {
         if let Some(reads) = &mut made.reads {
             in_order.push(seconds(&mut reads.in_order, bundle)?);
         }
         times.push(seconds(&mut made.work, bundle)?);
+        if let Some(work) = &mut made.throughput {
+            throughput.push(seconds(work, bundle)?);
+        }
         if let Some(reads) = &mut made.reads {
             in_page_order.push(seconds(&mut reads.in_page_order, bundle)?);
         }
@@ -96,7 +123,8 @@ pub(super) fn measure(mut made: Made, case_bytes: f64, quick: bool) -> anyhow::R
         in_page_order: beside(&in_page_order, &times, reads.bytes, case_bytes),
     });
     times.sort_by(f64::total_cmp);
-    Ok(Timed { median: times[times.len() / 2], fastest: times[0], repetitions: times.len(), reads })
+    let (throughput, repetitions) = (middle(throughput), times.len());
+    Ok(Timed { median: times[repetitions / 2], fastest: times[0], repetitions, throughput, reads })
 }
 
 /// Seconds a call, over a bundle of them.
@@ -150,6 +178,7 @@ mod tests {
         };
         let made = Made {
             work: step('w'),
+            throughput: None,
             reads: Some(PlainReads { bytes: 1.0, in_order: step('o'), in_page_order: step('p') }),
         };
         let timed = measure(made, 1.0, true).unwrap();

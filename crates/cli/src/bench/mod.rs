@@ -120,6 +120,7 @@ fn time(args: &Arguments, place: &Place, baseline: Option<&report::Saved>) -> an
         saved.lines.push(line);
     }
     text::print(&saved.beside())?;
+    text::print(&saved.against())?;
     if saved.lines.is_empty() {
         bail!(
             "none of {} is compiled in or timed on {}; build with --features paged,dsa",

@@ -43,12 +43,25 @@ pub(super) struct Line {
     limit: Option<Limit>,
     /// The limit's time over the median's, in percent.
     percent_of_roofline: Option<f64>,
+    /// The same work by `schedule: throughput`, in turns with this.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    throughput: Option<Throughput>,
     /// A case that this one is held against.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     beside: Option<Held>,
     /// Plain reads of the case's own memory, in turns with it; its roofline is then that of the read in order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     reads: Option<Reads>,
+}
+
+/// What a case costs for being the same in every company.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Throughput {
+    /// Microseconds a call by `schedule: throughput`.
+    us: f64,
+    /// The invariant schedule's time over it.
+    ratio: f64,
 }
 
 /// What bounds a case.
@@ -109,6 +122,9 @@ impl Line {
             gflop_per_s: cost.flops / timed.median / 1e9,
             limit: (least > 0.0).then_some(Limit { us: least * 1e6, by }),
             percent_of_roofline: (least > 0.0).then(|| 100.0 * least / timed.median),
+            throughput: timed
+                .throughput
+                .map(|seconds| Throughput { us: seconds * 1e6, ratio: timed.median / seconds }),
             beside: None,
             reads: timed.reads,
         }
@@ -153,6 +169,9 @@ impl Line {
             });
         }
         line += "\n";
+        if let Some(Throughput { us, ratio }) = self.throughput {
+            line += &format!("{:>36}{us:>9.1}  throughput us; invariant / throughput {ratio:.3}\n", "");
+        }
         if let Some(reads) = &self.reads {
             line += &share("of its memory read in order", &reads.in_order);
             line += &share("of the same in page order", &reads.in_page_order);
@@ -232,6 +251,16 @@ impl Saved {
         text
     }
 
+    /// What being the same in every company costs at most.
+    pub(super) fn against(&self) -> String {
+        let both = self.lines.iter().filter_map(|line| Some((&line.name[..], line.throughput?.ratio)));
+        let Some((name, most)) = both.clone().max_by(|a, b| a.1.total_cmp(&b.1)) else {
+            return String::new();
+        };
+        let (all, within) = (both.clone().count(), both.filter(|(_, ratio)| *ratio <= 1.08).count());
+        format!("\ninvariant against throughput: {within} of {all} within 8 %; most {most:.3}, {name}\n")
+    }
+
     /// Reads what [`Saved::write`] wrote.
     pub(super) fn read(path: &Path) -> anyhow::Result<Saved> {
         let shown = path.display();
@@ -259,7 +288,7 @@ mod tests {
     }
 
     fn timed(median: f64) -> Timed {
-        Timed { median, fastest: median, repetitions: 5, reads: None }
+        Timed { median, fastest: median, repetitions: 5, throughput: Some(median / 1.05), reads: None }
     }
 
     #[test]
@@ -318,11 +347,13 @@ mod tests {
         let timed = |median| Timed { reads, ..timed(median) };
         saved.lines.push(Line::new(name.into(), &timed(0.5), DType::F32, cost, &limits()));
         let path = tempfile::tempdir().unwrap().keep().join("bench.json");
+        assert!(saved.against().contains("1 of 1 within 8 %; most 1.050, decode 64"), "{}", saved.against());
         saved.write(Output::open(&path).unwrap()).unwrap();
         let read = Saved::read(&path).unwrap();
         assert!(read.lines[0].reads.is_some());
         let now = Line::new(name.into(), &timed(0.25), DType::F32, cost, &limits()).text(Some(&read));
         assert!(now.lines().next().unwrap().ends_with("2.00x"), "{now}");
+        assert!(now.contains("invariant / throughput 1.050"), "{now}");
         for line in now.lines().chain(head(&limits(), Some(&read)).lines()) {
             assert!(line.chars().count() <= crate::text::COLUMNS, "{line}");
         }

@@ -106,8 +106,9 @@ impl Estimate {
             for served in served {
                 let largest = of_frames(spec, largest);
                 let vo = spec.model.value_width();
-                let each = workspace_bytes(served.backend, &served.geometry, vo, largest, device)?
-                    .saturating_add(served.options.beside_workspaces(&served.geometry, largest));
+                let each =
+                    workspace_bytes(served.backend, &served.geometry, vo, largest, device, spec.schedule)?
+                        .saturating_add(served.options.beside_workspaces(&served.geometry, largest));
                 let what = format!("{}: workspaces", served.name);
                 workspaces(&mut lines, spec, what, each, true, largest);
                 if apart {

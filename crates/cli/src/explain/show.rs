@@ -118,6 +118,10 @@ fn settings(p: &Prepared) -> Vec<(&'static str, String)> {
             family(spec.kernels)
         ),
     ));
+    if spec.schedule == Schedule::Throughput {
+        let bits = "the batch decides how long the leaves of paged and latent rows of few queries are: a row's bits may depend on its company";
+        rows.push(("throughput", bits.into()));
+    }
     let heads = match (model.num_kv_heads, model.head_dim, model.kv_lora_rank) {
         (Some(g), Some(d), _) => format!("{} query heads over {g} KV heads of {d}", model.num_qo_heads),
         (_, _, Some(c)) => {

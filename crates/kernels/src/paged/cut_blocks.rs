@@ -8,6 +8,7 @@
 //! the block, and changes no bit. Such items have a [`Task`] each. So do those of the Hopper's kernel over latents, but for the task.
 
 use crate::Kernels;
+use crate::plan::Schedule;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, Task, WorkList};
 
 use super::family::{LATENT_LEAVES, LATENT_TREE_HEADS, in_halves, latent_tokens, latents_in_tensors};
@@ -47,6 +48,9 @@ const MANY_LATENTS: u64 = 128;
 
 /// Leaves of an item over latents, as a power of two. Changes no bit: their states are joined as a merge would join them.
 fn latent_level(list: &WorkList) -> u32 {
+    if list.schedule == Schedule::Throughput {
+        return 0;
+    }
     let geometry = &list.geometry;
     let heads = geometry.num_qo_heads;
     if list.stored != Stored::Latents
@@ -142,6 +146,10 @@ pub(super) fn cut(list: &mut WorkList) {
         }
     }
     list.scratch.blocks = scratch;
+    if list.schedule == Schedule::Throughput && matches!(list.stored, Stored::Heads | Stored::Latents) {
+        // Batches to come of as many rows may be cut more finely: scratch is theirs too, so that it never grows.
+        list.partial_len += super::balance::most_floats(list, list.rows.len());
+    }
 }
 
 /// Query tokens of an item of the families whose rows are spread over items.
@@ -156,6 +164,9 @@ pub(crate) fn cut_tokens(geometry: &Geometry, stored: Stored) -> usize {
 fn level(list: &WorkList) -> Option<u32> {
     if list.stored != Stored::Heads || !in_halves(&list.geometry) {
         return None;
+    }
+    if list.schedule == Schedule::Throughput {
+        return Some(0);
     }
     #[cfg(all(test, feature = "cuda"))]
     if let Some(level) = forced::level() {

@@ -5,6 +5,7 @@
 
 #[cfg(feature = "paged")]
 mod attend;
+mod balance;
 mod cascade;
 mod cut_blocks;
 mod family;
@@ -21,6 +22,8 @@ mod tests;
 #[cfg(feature = "paged")]
 pub use attend::{AttendParams, attend, workspace_bytes};
 #[cfg(feature = "cuda")]
+pub(crate) use balance::most_units;
+#[cfg(feature = "cuda")]
 pub(crate) use cut_blocks::cut_tokens;
 #[cfg(all(test, feature = "cuda"))]
 #[allow(unused_imports, reason = "trials are there with every feature alone")]
@@ -36,6 +39,8 @@ pub(crate) use family::{LATENT_FEW_HEADS, LATENT_TREE_HEADS, latents_in_tensors}
 pub use geometry::{Geometry, MAX_HEAD_DIM};
 #[cfg(any(feature = "paged", feature = "mla"))]
 pub(crate) use renew::renew;
+#[cfg(any(feature = "paged", feature = "mla"))]
+pub(crate) use schedule::PROCESSORS;
 pub(crate) use schedule::Scratch;
 #[cfg(feature = "paged")]
 pub(crate) use schedule::most_heads;

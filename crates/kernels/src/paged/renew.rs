@@ -5,10 +5,12 @@
 //! a token costs its rows and one comparison of the page ids. Costs of items then are those that the list was cut by; they order
 //! it, and change no bit.
 
-use crate::plan::Planned;
+use crate::mutant::planted;
+use crate::plan::{Planned, Schedule};
 use crate::work::{Row, WorkList};
 
-use super::schedule::{leaves, visible};
+use super::balance::balance_rows;
+use super::schedule::{leaves, same_row, visible};
 use super::{Family, Geometry, PageTable, ScheduleOptions, Stored, Target, Variant};
 
 /// What a list needed to be that of a batch.
@@ -52,19 +54,38 @@ pub(crate) fn renew(
         && table.num_pages == list.num_pages
         && list.rows.len() == rows + usize::from(list.padded)
         && (padded, options.target, options.kernels) == (list.num_tokens, list.target, list.kernels)
+        && (options.schedule, options.processors) == (list.schedule, list.processors)
         && table.check_rows(geometry).is_ok();
     if !alike {
         return Renewed::Not;
     }
     let mut same = true;
-    for (index, old) in list.rows[..rows].iter().enumerate() {
+    for index in 0..rows {
         let new = table.row(geometry, stored, options.target, index);
-        if new != *old {
+        if !same_row(list, new, index) {
             same = false;
-            if list.target != Target::Blocks || !is_cut_alike(variant, old, &new) {
+            if list.target != Target::Blocks
+                || list.schedule == Schedule::Invariant && !is_cut_alike(variant, &list.rows[index], &new)
+            {
                 return Renewed::Not;
             }
         }
+    }
+    // Leaves that come of the whole batch are those of this one, or the list is another.
+    let mut balanced = std::mem::take(&mut list.scratch.balanced);
+    balanced.clear();
+    if !same && list.schedule == Schedule::Throughput {
+        balanced.extend((0..rows).map(|index| table.row(geometry, stored, options.target, index)));
+        balanced.extend_from_slice(&list.rows[rows..]);
+        if !planted("renewed-keeps-its-leaves") {
+            balance_rows(list, &mut balanced, options);
+        }
+    }
+    let alike =
+        balanced.iter().zip(&list.rows).all(|(new, old)| new == old || is_cut_alike(variant, old, new));
+    list.scratch.balanced = balanced;
+    if !alike {
+        return Renewed::Not;
     }
     let used = &table.kv_indices[..table.kv_indptr[rows] as usize];
     let pages_same = used == &list.pages[..];
@@ -76,7 +97,11 @@ pub(crate) fn renew(
         return Renewed::Not;
     }
     for index in 0..rows {
+        let leaf_keys = list.rows[index].leaf_keys;
         list.rows[index] = table.row(geometry, stored, options.target, index);
+        if list.schedule == Schedule::Throughput {
+            list.rows[index].leaf_keys = leaf_keys;
+        }
     }
     // Tasks are those of the first items, in their order.
     for (task, item) in list.tasks.iter_mut().zip(&list.items) {
@@ -182,14 +207,17 @@ mod tests {
     #[test]
     fn a_renewed_list_is_what_a_new_one_would_be() {
         let mut tally = [0; 3];
-        for window_left in [None, Some(100)] {
+        let throughput = ScheduleOptions { schedule: Schedule::Throughput, ..options(Target::Blocks) };
+        for (window_left, options) in
+            [(None, options(Target::Blocks)), (Some(100), options(Target::Blocks)), (None, throughput)]
+        {
             let variant = Variant { window_left, ..Variant::causal(64) };
             let mut list = WorkList::default();
             for step in 0..1100 {
                 let lens = [1 + step, 700 + step, 0, 40 + step / 2];
                 // Rows of several queries; and now and then all pages move.
                 let batch = Batch::of(&lens, if step % 400 == 399 { 2 } else { 1 }, (step / 100) as i32);
-                let (table, options) = (batch.table(), options(Target::Blocks));
+                let table = batch.table();
                 let done = renew(&mut list, Stored::Heads, &geometry(), &variant, &table, &options);
                 tally[done as usize] += 1;
                 if done == Renewed::Not {
@@ -202,7 +230,7 @@ mod tests {
                 assert_eq!(again, Renewed::Same);
             }
         }
-        assert!(tally[Renewed::Rows as usize] > 2100, "{tally:?}");
+        assert!(tally[Renewed::Rows as usize] > 3100, "{tally:?}");
     }
 
     #[test]

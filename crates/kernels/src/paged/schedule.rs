@@ -1,11 +1,13 @@
 //! Cutting a batch into items of about equal cost, and listing how their results are joined.
 //!
 //! Nothing chosen here changes a bit of any result: leaves and their tree are the row's own
-//! ([`Family::leaf_keys`]); how many leaves, heads or query tokens an item takes is free.
+//! ([`Family::leaf_keys`]), or with `schedule: throughput` the batch's (`balance`); how many leaves, heads or query tokens an item
+//! takes is free.
 
 use std::ops::Range;
 
 use crate::mutant::planted;
+use crate::plan::Schedule;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, WorkList};
 use crate::{Device, Error, Kernels, Result};
 
@@ -14,7 +16,7 @@ use super::family::latent_tokens;
 use super::{Family, Geometry, PageTable, Stored, Variant};
 
 /// Items a worker, at which more cutting no longer improves the balance.
-const ITEMS_PER_WORKER: u64 = 8;
+pub(super) const ITEMS_PER_WORKER: u64 = 8;
 
 /// Pairs of a query vector and a key below which an item is not worth cutting.
 const MIN_ITEM_COST: u64 = 1 << 13;
@@ -49,7 +51,14 @@ pub struct ScheduleOptions {
     pub target: Target,
     /// Which kernels are to run it, on a device.
     pub kernels: Kernels,
+    /// Whether leaves may be the batch's, which changes bits, rather than each row's own.
+    pub schedule: Schedule,
+    /// Multiprocessors of the device; of use to [`Schedule::Throughput`] alone.
+    pub processors: u32,
 }
+
+/// Multiprocessors of a device that nobody asked: a large one.
+pub(crate) const PROCESSORS: u32 = 132;
 
 /// Who executes a work list, and so how finely it is cut. A row's leaves and families are the same for both.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -77,6 +86,8 @@ impl Default for ScheduleOptions {
             pad_to: None,
             target,
             kernels: Kernels::Auto,
+            schedule: Schedule::Invariant,
+            processors: PROCESSORS,
         }
     }
 }
@@ -180,6 +191,8 @@ impl WorkList {
         self.target = options.target;
         self.kernels = options.kernels;
         self.fixed = options.pad_to.is_some();
+        (self.schedule, self.processors) = (options.schedule, options.processors);
+        super::balance::balance(self, options);
         if options.target == Target::Blocks {
             return super::cut_blocks::cut(self);
         }
@@ -223,7 +236,14 @@ pub(crate) fn is_for(
     let used = usize::try_from(table.kv_indptr[rows]).unwrap_or(usize::MAX);
     table.kv_indices.get(..used) == Some(&list.pages[..])
         && table.check_rows(geometry).is_ok()
-        && (0..rows).all(|row| table.row(geometry, stored, list.target, row) == list.rows[row])
+        && (0..rows).all(|index| same_row(list, table.row(geometry, stored, list.target, index), index))
+}
+
+/// Whether a row of a table is the list's, whose leaves may have come of the whole batch.
+pub(super) fn same_row(list: &WorkList, row: Row, index: usize) -> bool {
+    let old = list.rows[index];
+    let leaf_keys = if list.schedule == Schedule::Throughput { old.leaf_keys } else { row.leaf_keys };
+    Row { leaf_keys, ..row } == old
 }
 
 /// Keys that some query among tokens `q_begin..q_end` of a row may see, as absolute positions.
@@ -258,6 +278,8 @@ pub(crate) struct Scratch {
     cascade: Cascade,
     shared: Vec<(u32, Part)>,
     pub(super) blocks: super::cut_blocks::Scratch,
+    /// Rows of a batch that a list may become, with leaves of `schedule: throughput`.
+    pub(super) balanced: Vec<Row>,
 }
 
 struct Scheduler<'a> {

@@ -2,11 +2,11 @@
 
 use std::fmt::Debug;
 
-use crate::paged::{PageTable, ScheduleOptions, Target};
+use crate::paged::{PROCESSORS, PageTable, ScheduleOptions, Target};
 use crate::work::{DIRECT, WorkList};
 use crate::{Error, Result, Stream};
 
-use super::{PlanOptions, Planned, Workspace};
+use super::{PlanOptions, Planned, Schedule, Workspace};
 
 /// What a slot of the pages holds, and so what a layer's shapes and arithmetic are and how its batches are cut.
 pub trait Kernel: Copy + Debug {
@@ -186,7 +186,12 @@ impl<K: Kernel> Plan<K> {
     fn how(&self, workers: usize, options: &PlanOptions) -> ScheduleOptions {
         let pad_to = options.capacity.map(|capacity| capacity.tokens);
         let (target, kernels) = (Target::of(options.device), options.kernels.on(options.device));
-        ScheduleOptions { workers, cascade: options.cascade, pad_to, target, kernels }
+        let schedule = options.schedule;
+        let processors = match schedule {
+            Schedule::Throughput => crate::device::processors(options.device),
+            Schedule::Invariant => PROCESSORS,
+        };
+        ScheduleOptions { workers, cascade: options.cascade, pad_to, target, kernels, schedule, processors }
     }
 
     /// Has the plan ready on the stream's device: kernels built, the work on its way, in stream order. Belongs to planning; never

@@ -8,8 +8,8 @@ pub enum Schedule {
     /// A row's bits depend on the row alone.
     #[default]
     Invariant,
-    /// A row's bits may depend on the batch, where that is faster. No CPU kernel gains by it, so that on the CPU
-    /// this is the same schedule.
+    /// A row's bits may depend on the batch it runs in (and on how many multiprocessors or threads there are), where that is
+    /// faster: leaves are as many and as long as the batch asks for. The same batch still has the same bits every time.
     Throughput,
 }
 

@@ -264,7 +264,8 @@ fn f18_workspaces_foreseen_for_the_largest_step_never_grow() {
     let kv = Arc::new(PagedKvCache::new("kv".into(), config(16, 150)).unwrap());
     let mut cx = build_context("attn", &kv, Softmax::scaled(SCALE));
     cx.largest = Some(largest);
-    let bound = workspace_bound(&cx.geometry, largest, 0, Device::Cpu).unwrap();
+    let bound =
+        workspace_bound(&cx.geometry, largest, 0, Device::Cpu, mstar_attn_mla::Schedule::Invariant).unwrap();
     let attn = Arc::new(MlaAttention::new(&cx, MlaOptions::default()).unwrap());
     let resources: Vec<Arc<dyn Resource>> = vec![attn.clone(), kv.clone()];
     let rig = Rig { engine: Engine::new(resources).unwrap(), kv, context: attn.clone(), attn };

@@ -137,7 +137,9 @@ fn f18_workspaces_foreseen_for_the_largest_step_never_grow() {
     let kv = std::sync::Arc::new(mstar_core::kv::PagedKvCache::new("kv".into(), config).unwrap());
     let mut cx = rig::context("attn", &kv, &softmax);
     cx.largest = Some(largest);
-    let bound = crate::workspace_bound(&cx.geometry, largest, 0, crate::Device::Cpu).unwrap();
+    let bound =
+        crate::workspace_bound(&cx.geometry, largest, 0, crate::Device::Cpu, crate::Schedule::Invariant)
+            .unwrap();
     let attn = std::sync::Arc::new(crate::PagedAttention::new(&cx, PagedOptions::default()).unwrap());
     let resources: Vec<std::sync::Arc<dyn Resource>> = vec![attn.clone(), kv.clone()];
     let engine = mstar_core::Engine::new(resources).unwrap();

@@ -4,10 +4,10 @@
 use mstar_kernels::dsa::{
     DeviceTable, SparseParams, Table, prepare_sparse, sparse_attend_at, sparse_workspace_bytes_on,
 };
-use mstar_kernels::mla::{AttendParams, Geometry, Variant, attend, schedule, workspace_bytes};
-use mstar_kernels::paged::{PageTable, ScheduleOptions, Target};
-use mstar_kernels::work::WorkList;
-use mstar_kernels::{Buffer, DType, Kernels, TensorRef};
+use mstar_kernels::mla::{AttendParams, Geometry, Variant, attend};
+use mstar_kernels::paged::PageTable;
+use mstar_kernels::plan::{Latents, Plan, PlanOptions, Schedule};
+use mstar_kernels::{Buffer, DType, TensorRef};
 
 use super::{Case, Cost, Made, Place, longer, odd, strewn};
 
@@ -177,20 +177,25 @@ fn latent(rows: Rows) -> Case {
             ..PageTable::default()
         };
         let workers = rayon::current_num_threads();
-        let mut work = WorkList::default();
-        let target = Target::of(place.device());
-        let kernels = Kernels::Auto.on(place.device());
-        let options = ScheduleOptions { workers, target, kernels, ..ScheduleOptions::default() };
         let variant = Variant { sm_scale: SM_SCALE, causal: true };
-        schedule(&rows.geometry(), &variant, &table, &options, &mut work)?;
-        work.stage(&stream)?;
-        let bytes = workspace_bytes(&work, workers);
+        let on_device = !place.is_cpu();
+        let mut plans = Vec::new();
+        for schedule in
+            [Schedule::Invariant, Schedule::Throughput].into_iter().take(1 + usize::from(on_device))
+        {
+            let options = PlanOptions { schedule, workers, device: place.device(), ..PlanOptions::default() };
+            let mut plan = Plan::<Latents>::new(&rows.geometry(), &variant, &table, &options)?;
+            plan.stage(&stream)?;
+            plans.push(plan);
+        }
+        let bytes = plans.iter().map(Plan::workspace_bytes).max().unwrap_or(0);
         let mut tensors = Tensors::new(place, rows, bytes)?;
-        Ok(Made::alone(move || {
+        let mut work = move |schedule: Schedule| -> anyhow::Result<()> {
+            let plan = &plans[usize::from(schedule == Schedule::Throughput)];
             let Tensors { q, latent, o, workspace } = &mut tensors;
             let [q_nope, q_pe, latent] = inputs(&rows, q, latent)?;
             let params = AttendParams {
-                work: &work,
+                work: plan.work(),
                 q_nope,
                 q_pe,
                 latent,
@@ -200,7 +205,8 @@ fn latent(rows: Rows) -> Case {
                 workers,
             };
             Ok(attend(&stream, params)?)
-        }))
+        };
+        Ok(if on_device { Made::twice(work) } else { Made::alone(move || work(Schedule::Invariant)) })
     };
     Case {
         kernel: "mla",

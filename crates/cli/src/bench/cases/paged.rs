@@ -3,7 +3,9 @@
 use std::hint::black_box;
 use std::sync::Arc;
 
-use mstar_attn_paged::{Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Variant, Workspace, run};
+use mstar_attn_paged::{
+    Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Schedule, Variant, Workspace, run,
+};
 use mstar_kernels::{Buffer, DType, Device, TensorRef};
 use rayon::prelude::*;
 
@@ -228,10 +230,19 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
     let make = move |place: &Place| -> anyhow::Result<Made> {
         let stream = place.stream();
         let tables = rows.tables();
-        let options = PlanOptions { device: place.device(), ..rows.options() };
-        let mut plan = Plan::new(&rows.geometry(), &Variant::causal(rows.d), &tables.view(), &options)?;
-        plan.stage(&stream)?;
-        let mut workspace = Workspace::on(place.device(), plan.workspace_bytes())?;
+        let plan = |schedule: Schedule| -> anyhow::Result<Plan> {
+            let options = PlanOptions { device: place.device(), schedule, ..rows.options() };
+            let mut plan = Plan::new(&rows.geometry(), &Variant::causal(rows.d), &tables.view(), &options)?;
+            plan.stage(&stream)?;
+            Ok(plan)
+        };
+        let on_device = kernel == "decode" && !place.is_cpu();
+        let plans = match on_device {
+            true => vec![plan(Schedule::Invariant)?, plan(Schedule::Throughput)?],
+            false => vec![plan(Schedule::Invariant)?],
+        };
+        let scratch = |plan: &Plan| Ok(Workspace::on(place.device(), plan.workspace_bytes())?);
+        let mut workspaces = plans.iter().map(scratch).collect::<anyhow::Result<Vec<Workspace>>>()?;
         let (t, h, d, dtype) = (rows.rows * rows.q_len, rows.h, rows.d, rows.dtype);
         let pool = [tables.pages, rows.page, rows.g, d];
         let len: usize = pool.iter().product();
@@ -243,7 +254,8 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
         // What bounds decode is the read of its keys and values; the others also compute.
         let reads = (kernel == "decode" && place.is_cpu()).then(|| plain_reads(&k, &v, &tables));
         let mut o = place.room(dtype, &[t, h, d])?;
-        let work = move || {
+        let mut work = move |schedule: Schedule| -> anyhow::Result<()> {
+            let which = usize::from(schedule == Schedule::Throughput);
             let inputs = Inputs {
                 q: q.tensor(0, dtype, &[t, h, d])?,
                 k: k.tensor(0, dtype, &pool)?,
@@ -252,9 +264,12 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
                 alibi_slopes: None,
             };
             let outputs = Outputs { o: o.tensor_mut(0, dtype, &[t, h, d])?, lse: None };
-            Ok(run(&plan, &stream, &mut workspace, inputs, outputs)?)
+            Ok(run(&plans[which], &stream, &mut workspaces[which], inputs, outputs)?)
         };
-        Ok(Made { work: Box::new(work), reads })
+        if on_device {
+            return Ok(Made::twice(work));
+        }
+        Ok(Made { work: Box::new(move || work(Schedule::Invariant)), throughput: None, reads })
     };
     Case { kernel, shape, dtype: rows.dtype, cost: rows.cost(), beside: None, make: Box::new(make) }
 }

@@ -4,7 +4,8 @@
 
 use bytemuck::{Pod, Zeroable, bytes_of, cast_slice};
 
-use crate::paged::{APPEND_LEAF, APPEND_QUERIES, DECODE_LEAF, LATENT_LEAF, Stored, blocks_leaf};
+use crate::paged::{APPEND_LEAF, APPEND_QUERIES, DECODE_LEAF, LATENT_LEAF, Stored, blocks_leaf, most_units};
+use crate::plan::Schedule;
 use crate::work::{Item, Member, Merge, Part, Row, Segment, Task, WorkList};
 use crate::{Error, Result};
 
@@ -106,8 +107,13 @@ impl Layout {
 
     /// Tickets that lists of this one's capacity never exceed, as [`Layout::bound`].
     pub(crate) fn most_tickets(work: &WorkList) -> usize {
-        let leaves =
-            work.pages.capacity() * work.geometry.page_size / DECODE_LEAF as usize + 2 * work.rows.capacity();
+        let leaves = match work.schedule {
+            Schedule::Throughput => most_units(work, work.rows.capacity()),
+            Schedule::Invariant => {
+                work.pages.capacity() * work.geometry.page_size / DECODE_LEAF as usize
+                    + 2 * work.rows.capacity()
+            }
+        };
         // At most one for two nodes, and a sixteenth as many for each height above.
         leaves * work.geometry.num_kv_heads
     }
@@ -127,6 +133,9 @@ impl Layout {
             Stored::Blocks => {
                 let longest = work.rows.iter().map(|row| row.q_len as usize).max().unwrap_or(0);
                 (longest.div_ceil(tile_tokens) + 1) * leaves(blocks_leaf(work.blocks.num_qo_heads)) + tiles
+            }
+            _ if work.schedule == Schedule::Throughput => {
+                most_units(work, rows) + cut_tiles * leaves(APPEND_LEAF) + tiles
             }
             _ => leaves(DECODE_LEAF.min(LATENT_LEAF)) + cut_tiles * leaves(APPEND_LEAF) + tiles,
         };

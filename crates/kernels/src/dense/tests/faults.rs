@@ -14,6 +14,8 @@ const OPTIONS: ScheduleOptions = ScheduleOptions {
     pad_to: None,
     target: crate::paged::Target::Threads,
     kernels: crate::Kernels::Auto,
+    schedule: crate::plan::Schedule::Invariant,
+    processors: 1,
 };
 
 fn geometry(d: usize) -> Geometry {

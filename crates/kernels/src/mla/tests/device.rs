@@ -7,6 +7,7 @@ use super::{Batch, RowSpec, Shape, row};
 use crate::cuda::{OwnedStream, emulate};
 use crate::mla::{AttendParams, Variant, attend, schedule, workspace_bytes};
 use crate::paged::{ScheduleOptions, Target};
+use crate::plan::Schedule;
 use crate::work::WorkList;
 use crate::{Buffer, DType, Device, Element, Stream, TensorMut, TensorRef};
 
@@ -28,11 +29,20 @@ fn take<E: Element>(stream: &Stream, from: &Buffer, to: &mut [E]) {
 
 /// Runs a batch on the card, padded to so many query tokens; what padding holds is checked and left out.
 fn on_card<N: Number>(batch: &Batch<N, N>, pad_to: Option<usize>) -> Result<N> {
+    on_card_by(batch, pad_to, Schedule::Invariant)
+}
+
+fn on_card_by<N: Number>(batch: &Batch<N, N>, pad_to: Option<usize>, schedule_by: Schedule) -> Result<N> {
     assert!(emulate(), "another test chose the driver");
     let own = OwnedStream::new(CARD).unwrap();
     let stream = own.stream();
-    let options =
-        ScheduleOptions { workers: 1, pad_to, target: Target::Blocks, ..ScheduleOptions::default() };
+    let options = ScheduleOptions {
+        workers: 1,
+        pad_to,
+        target: Target::Blocks,
+        schedule: schedule_by,
+        ..ScheduleOptions::default()
+    };
     let mut work = WorkList::default();
     schedule(&batch.geometry(), &batch.variant, &batch.table(), &options, &mut work).unwrap();
     work.stage(&stream).unwrap();
@@ -70,7 +80,11 @@ fn on_card<N: Number>(batch: &Batch<N, N>, pad_to: Option<usize>) -> Result<N> {
 }
 
 fn close<N: Number>(batch: &Batch<N, N>, bound: f64) {
-    let (cpu, card) = (batch.run(), on_card(batch, None));
+    close_by(batch, bound, Schedule::Invariant);
+}
+
+fn close_by<N: Number>(batch: &Batch<N, N>, bound: f64, schedule_by: Schedule) {
+    let (cpu, card) = (batch.run(), on_card_by(batch, None, schedule_by));
     for (index, (a, b)) in cpu.o.iter().zip(&card.o).enumerate() {
         let (a, b) = (a.to_f64(), b.to_f64());
         assert!((a - b).abs() <= bound, "{:?}: o {index} is {a} on the CPU, {b} on the card", batch.shape);
@@ -102,6 +116,17 @@ fn latents_are_attended_as_on_the_cpu() {
     let other = Variant { sm_scale: -0.2, causal: false };
     close(&Batch::<bf16, bf16>::of(Shape { h: 66, c: 33, e: 5, s: 4 }, other, &ragged()), 0.03);
     close(&Batch::<f32, f32>::of(Shape { h: 3, c: 24, e: 8, s: 16 }, CAUSAL, &ragged()), 1e-4);
+}
+
+#[test]
+fn leaves_of_the_batch_are_attended_as_on_the_cpu() {
+    let rows = [ragged(), vec![row(1, 1900), row(80, 300)]].concat();
+    for h in [5, 17, 66] {
+        let batch = Batch::<bf16, bf16>::of(Shape { h, c: 64, e: 16, s: 16 }, CAUSAL, &rows);
+        close_by(&batch, 0.03, Schedule::Throughput);
+    }
+    let batch = Batch::<f32, f32>::of(Shape { h: 3, c: 24, e: 8, s: 16 }, CAUSAL, &rows);
+    close_by(&batch, 1e-4, Schedule::Throughput);
 }
 
 #[test]

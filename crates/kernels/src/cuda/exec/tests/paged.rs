@@ -7,7 +7,7 @@ use crate::cuda::capture;
 use crate::paged::{
     AttendParams, Geometry, PageTable, ScheduleOptions, Target, Variant, attend, schedule, workspace_bytes,
 };
-use crate::plan::{Capacity, Heads, Plan, PlanOptions};
+use crate::plan::{Capacity, Heads, Plan, PlanOptions, Schedule};
 use crate::work::{DIRECT, WorkList};
 use crate::{Buffer, DType, Element, Error, Stream};
 
@@ -345,6 +345,61 @@ fn a_step_that_only_grew_has_the_bits_of_a_plan_made_anew() {
             assert!(renewed == run(&anew), "step {step}, {capacity:?}");
         }
     }
+}
+
+/// Leaves that suit the batch: right, the same every time, eager and captured, and whatever list was there before.
+#[test]
+fn a_throughput_schedule_is_right_and_the_same_every_time() {
+    let Some(owned) = stream() else { return };
+    let stream = owned.stream();
+    let float = |bits: &u16| bf16::from_bits(*bits).to_f32();
+    let mut others = 0;
+    for (group, window_left) in [(1, None), (4, Some(1500)), (20, None)] {
+        let (geometry, variant) = (geometry(group), Variant { window_left, ..Variant::causal(D) });
+        let capacity = Some(Capacity { rows: 6, tokens: 6, pages: 800 });
+        let invariant = PlanOptions { device: DEVICE, capacity, ..PlanOptions::default() };
+        let options = PlanOptions { schedule: Schedule::Throughput, ..invariant };
+        let batches = [
+            vec![(1, 3000, 0)],
+            vec![(1, 20, 5), (1, 3111, 7), (1, 600, 90), (1, 0, 0), (1, 2500, 3)],
+            vec![(1, 21, 5), (1, 3112, 7), (1, 601, 90), (1, 0, 0), (1, 2501, 3)],
+            vec![(1, 9, 1); 6],
+        ];
+        let arrays = |rows: &Vec<_>| Batch { rows: rows.clone() }.arrays();
+        let first = arrays(&batches[0]);
+        let mut plan = Plan::<Heads>::new(&geometry, &variant, &first.table(), &options).unwrap();
+        plan.stage(&stream).unwrap();
+        let mut bench = Bench::new(&stream, 6, G * group);
+        let graph = capture(&stream, || bench.run(&stream, plan.work())).unwrap();
+        for rows in &batches {
+            let arrays = arrays(rows);
+            plan.replan(&geometry, &variant, &arrays.table(), &options).unwrap();
+            plan.stage(&stream).unwrap();
+            // SAFETY: the bench and the plan's image are there and nobody else uses them.
+            unsafe { graph.launch(&stream) }.unwrap();
+            let captured = bench.bits(&stream);
+            let mut anew = Plan::<Heads>::new(&geometry, &variant, &arrays.table(), &options).unwrap();
+            assert!(anew.work().items().iter().all(|item| item.leaf_end - item.leaf_begin == 1));
+            anew.stage(&stream).unwrap();
+            let mut eager = Bench::new(&stream, 6, G * group);
+            eager.run(&stream, anew.work()).unwrap();
+            assert!(captured == eager.bits(&stream), "{group} {rows:?}");
+            let mut own = Plan::<Heads>::new(&geometry, &variant, &arrays.table(), &invariant).unwrap();
+            own.stage(&stream).unwrap();
+            let mut tree = Bench::new(&stream, 6, G * group);
+            tree.run(&stream, own.work()).unwrap();
+            let want = tree.bits(&stream);
+            let apart = captured.0.iter().zip(&want.0).map(|(a, b)| (float(a) - float(b)).abs());
+            assert!(apart.fold(0.0, f32::max) < 4e-3, "{group} {rows:?}");
+            for (a, b) in
+                captured.1.iter().zip(&want.1).map(|(&a, &b)| (f32::from_bits(a), f32::from_bits(b)))
+            {
+                assert!(a == b || (a - b).abs() < 1e-4, "{a} {b}");
+            }
+            others += usize::from(captured != want);
+        }
+    }
+    assert!(others > 4, "other leaves, other bits: {others}");
 }
 
 #[test]
