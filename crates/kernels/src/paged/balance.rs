@@ -167,7 +167,7 @@ fn shortest(total: u64, longest: u32, budget: u64, units: &impl Fn(u32) -> u64) 
 
 /// A row's leaf: as many as there would be, but alike.
 fn even(leaf: u32, (lo, hi): (u32, u32)) -> u32 {
-    if hi <= leaf && lo < hi || lo >= hi {
+    if hi <= leaf || lo >= hi {
         return ONE_LEAF;
     }
     if lo >= leaf {

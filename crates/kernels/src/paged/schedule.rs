@@ -279,6 +279,7 @@ pub(crate) struct Scratch {
     shared: Vec<(u32, Part)>,
     pub(super) blocks: super::cut_blocks::Scratch,
     /// Rows of a batch that a list may become, with leaves of `schedule: throughput`.
+    #[cfg(any(feature = "paged", feature = "mla"))]
     pub(super) balanced: Vec<Row>,
 }
 
