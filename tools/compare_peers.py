@@ -178,7 +178,7 @@ def families():
         latent.append(([(f"mla {rows} x {of}, {h} heads, bf16", 1)], peers))
     topk = [
         (
-            [(f"select {rows} x {keys}, 64x128, bf16", 1), (f"index {rows} x {keys}, 64x128, bf16", -1)],
+            [(f"topk {rows} x {TOPK} of {keys}", 1)],
             {
                 "flashinfer.top_k": lambda torch, row=(rows, keys): topk_flashinfer(torch, False, *row),
                 "the same, deterministic": lambda torch, row=(rows, keys): topk_flashinfer(torch, True, *row),

@@ -158,6 +158,19 @@ impl DeviceTable {
         self.keys.max(self.seen)
     }
 
+    /// Refuses a table that is not there, or of another number of rows.
+    #[cfg(feature = "cuda")]
+    pub(super) fn has_rows(&self, rows: usize, device: Device) -> Result<()> {
+        if self.device() != device {
+            return Err(Error::DeviceMismatch { tensor: "table", expected: device, got: self.device() });
+        }
+        if self.rows != rows {
+            let expected = format!("that of a batch of {rows} rows; set it first");
+            return Err(Error::Shape { tensor: "table", expected, got: vec![self.rows] });
+        }
+        Ok(())
+    }
+
     /// Refuses a table that is not there, or not that of a call over `table`.
     #[cfg(feature = "cuda")]
     pub(super) fn is_of(&self, table: &Table<'_>, device: Device) -> Result<()> {

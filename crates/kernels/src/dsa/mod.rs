@@ -53,7 +53,7 @@ pub use select::{
     select_workspace_bytes_on,
 };
 pub use table::Table;
-pub use topk::{TopkParams, select_topk_causal, topk};
+pub use topk::{TopkParams, prepare_topk, select_topk_causal, topk, topk_at, topk_workspace_bytes_on};
 
 #[cfg(test)]
 mod tests;

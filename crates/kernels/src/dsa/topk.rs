@@ -1,5 +1,6 @@
 //! The pick of given scores.
 
+use super::DeviceTable;
 use crate::cpu::dsa::pick;
 use crate::cpu::tokens::{apart, on_cpu};
 use crate::cpu::{Isa, workers};
@@ -29,7 +30,7 @@ pub struct TopkParams<'a> {
 pub fn topk(stream: &Stream, params: TopkParams<'_>) -> Result<()> {
     on_cpu("top-k selection", stream)?;
     let TopkParams { scores, positions, topk, mut out, workers } = params;
-    check(&scores, positions, topk, &out)?;
+    check(&scores, positions, topk, &out, Device::Cpu)?;
     let rows = Rows::of(&scores, topk, &mut out);
     let isa = Isa::current();
     let workers = workers.clamp(1, workers::MAX_WORKERS);
@@ -37,6 +38,57 @@ pub fn topk(stream: &Stream, params: TopkParams<'_>) -> Result<()> {
         let (scores, out) = rows.row(row, (positions[row] + 1) as usize);
         pick(isa, scores, out);
     });
+    Ok(())
+}
+
+/// As [`topk`], in stream order on the stream's device, with `workspace` `[n]` u8 as scratch. There, `on` is of as many rows, each of
+/// any request and at `positions` as they were [set](DeviceTable::set): kernels read that, and the call's own are checked only.
+/// `N` is a multiple of 4 there and rows of scores start at multiples of 16 bytes; keys that are picked are those of the CPU. It allocates nothing once
+/// [`prepare_topk`] was called. On the CPU neither is looked at.
+///
+/// # Errors
+/// As [`topk`]; a table that is not on the device, or of another number of rows; a workspace of fewer bytes than
+/// [`topk_workspace_bytes_on`] says.
+pub fn topk_at(
+    stream: &Stream,
+    on: &DeviceTable,
+    params: TopkParams<'_>,
+    workspace: TensorMut<'_>,
+) -> Result<()> {
+    let device = crate::device::supported("top-k selection", stream)?;
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        let (TopkParams { scores, positions, topk, mut out, .. }, mut workspace) = (params, workspace);
+        check(&scores, positions, topk, &out, device)?;
+        on.has_rows(positions.len(), device)?;
+        workspace.expect("workspace", "[n]", &[None], Some(DType::U8), device)?;
+        return crate::cuda::exec::topk(stream, on, &scores, &mut out, &mut workspace);
+    }
+    let _ = (device, on, workspace);
+    topk(stream, params)
+}
+
+/// Bytes that [`topk_at`] needs on a device for up to so many rows of up to so many scores; 0 on the CPU.
+pub fn topk_workspace_bytes_on(device: Device, max_rows: usize, max_keys: usize) -> usize {
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        return crate::cuda::exec::topk_bytes(max_rows, max_keys);
+    }
+    let _ = (device, max_rows, max_keys);
+    0
+}
+
+/// Has the kernels of [`topk_at`] built and loaded. Belongs to planning; nothing on the CPU.
+///
+/// # Errors
+/// A kernel that cannot be built; no such device.
+pub fn prepare_topk(stream: &Stream) -> Result<()> {
+    let device = crate::device::supported("top-k selection", stream)?;
+    #[cfg(feature = "cuda")]
+    if device != Device::Cpu {
+        return crate::cuda::exec::prepare_topk(device);
+    }
+    let _ = device;
     Ok(())
 }
 
@@ -51,7 +103,7 @@ pub fn select_topk_causal(
     topk: usize,
     mut out: TensorMut<'_>,
 ) -> Result<()> {
-    check(&scores, positions, topk, &out)?;
+    check(&scores, positions, topk, &out, Device::Cpu)?;
     let rows = Rows::of(&scores, topk, &mut out);
     let mut order: Vec<i32> = Vec::new();
     for (row, &position) in positions.iter().enumerate() {
@@ -69,14 +121,20 @@ pub fn select_topk_causal(
     Ok(())
 }
 
-fn check(scores: &TensorRef<'_>, positions: &[i32], topk: usize, out: &TensorMut<'_>) -> Result<()> {
-    scores.expect("scores", "[T, N]", &[None, None], Some(DType::F32), Device::Cpu)?;
+fn check(
+    scores: &TensorRef<'_>,
+    positions: &[i32],
+    topk: usize,
+    out: &TensorMut<'_>,
+    device: Device,
+) -> Result<()> {
+    scores.expect("scores", "[T, N]", &[None, None], Some(DType::F32), device)?;
     let (rows, keys) = (scores.shape()[0], scores.shape()[1]);
     if positions.len() != rows {
         let expected = format!("[T] = [{rows}]");
         return Err(Error::Shape { tensor: "positions", expected, got: vec![positions.len()] });
     }
-    out.expect("out", "[T, K]", &[Some(rows), Some(topk)], Some(DType::I32), Device::Cpu)?;
+    out.expect("out", "[T, K]", &[Some(rows), Some(topk)], Some(DType::I32), device)?;
     apart("out", out)?;
     let keys = keys.min(i32::MAX as usize) as i32;
     if let Some(row) = positions.iter().position(|&p| !(-1..keys).contains(&p)) {

@@ -1,8 +1,9 @@
 //! The sparse attention indexer: scores, the pick of given scores, and both at once.
 
 use mstar_kernels::dsa::{
-    DeviceTable, KeyFormat, ScoresParams, SelectParams, Table, TopkParams, prepare_select, quantise_keys,
-    scores_at, scores_workspace_bytes, select_at, select_workspace_bytes_on, topk,
+    DeviceTable, KeyFormat, ScoresParams, SelectParams, Table, TopkParams, prepare_select, prepare_topk,
+    quantise_keys, scores_at, scores_workspace_bytes, select_at, select_workspace_bytes_on, topk, topk_at,
+    topk_workspace_bytes_on,
 };
 use mstar_kernels::{Buffer, DType, Device};
 
@@ -44,7 +45,7 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
     cases
 }
 
-/// Those of a device. What picking takes is what a `select` takes beyond its `index`.
+/// Those of a device.
 pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
     let (few, short) = if quick { (2, 128) } else { (usize::MAX, 1) };
     let mut cases = Vec::new();
@@ -57,6 +58,12 @@ pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
                 cases.extend(indexer(kernel, row).with_neighbours(near.map(|row| indexer(kernel, row))));
             }
         }
+    }
+    for (rows, keys) in [(1, 65536), (16, 32768), (64, 32768), (64, 8192)] {
+        let (rows, keys) = (rows.min(few), keys / short);
+        let near = [(rows, longer(keys) / 4 * 4), (odd(rows), keys)];
+        let near = near.map(|(rows, keys)| picker_of_rows(rows, keys));
+        cases.extend(picker_of_rows(rows, keys).with_neighbours(near));
     }
     cases
 }
@@ -223,6 +230,46 @@ fn picker(keys: usize, ties: bool) -> Case {
     };
     let shape = format!("{topk_of} of {keys}, {}", if ties { "ties" } else { "different" });
     let cost = Cost { bytes: (4 * (keys + topk_of)) as f64, flops: 0.0 };
+    Case { kernel: "topk", shape, dtype: DType::F32, cost, beside: None, make: Box::new(make) }
+}
+
+/// The pick of rows of scores that are there.
+fn picker_of_rows(rows: usize, keys: usize) -> Case {
+    let topk = TOPK.min(keys / 2);
+    let make = move |place: &Place| -> anyhow::Result<Made> {
+        let (stream, device) = (place.stream(), place.device());
+        let scores = place.filled(DType::F32, rows * keys)?;
+        let mut out = place.room(DType::I32, &[rows, topk])?;
+        let row_request: Vec<i32> = (0..rows as i32).collect();
+        let positions = vec![keys as i32 - 1; rows];
+        let mut on = DeviceTable::with_capacity(&stream, rows, rows, 0, keys)?;
+        on.set(
+            &stream,
+            &Table {
+                row_request: &row_request,
+                positions: &positions,
+                kv_indptr: &vec![0; rows + 1],
+                kv_indices: &[],
+                page_start: &vec![0; rows],
+                kv_lens: &vec![keys as i32; rows],
+            },
+        )?;
+        prepare_topk(&stream)?;
+        let bytes = topk_workspace_bytes_on(device, rows, keys);
+        let mut workspace = place.scratch(bytes)?;
+        Ok(Made::alone(move || {
+            let params = TopkParams {
+                scores: scores.tensor(0, DType::F32, &[rows, keys])?,
+                positions: &positions,
+                topk,
+                out: out.tensor_mut(0, DType::I32, &[rows, topk])?,
+                workers: 1,
+            };
+            Ok(topk_at(&stream, &on, params, workspace.tensor_mut(0, DType::U8, &[bytes])?)?)
+        }))
+    };
+    let cost = Cost { bytes: (4 * rows * (keys + topk)) as f64, flops: 0.0 };
+    let shape = format!("{rows} x {topk} of {keys}");
     Case { kernel: "topk", shape, dtype: DType::F32, cost, beside: None, make: Box::new(make) }
 }
 

@@ -11,15 +11,18 @@
 
 struct Topk {
     const Table* table;
-    float* scores;        // [rows, score_stride]: row `row_begin` first; 16-byte aligned rows; their lists afterwards
+    const float* scores;  // [rows, score_stride]: row `row_begin` first; 16-byte aligned rows
+    u32* lists;           // [rows, list_stride]: what a row's segments keep; where the scores were, if nobody wants them any more
     u32* states;          // [rows, STATE]: zeros at first
     u32* lengths;         // [rows, segments]: keys that a segment keeps
     i32* to;              // [T, to_stride]
-    i64 score_stride, to_stride;
+    i64 score_stride, list_stride, to_stride;
     u32 topk, row_begin, row_end;
     u32 segments;         // that the longest row has
+    u32 width;            // scores that a row has room for, a multiple of 4
+    u32 reserved;
 };
-static_assert(sizeof(Topk) == 72, "as in exec/select.rs");
+static_assert(sizeof(Topk) == 96, "as in exec/select.rs");
 
 constexpr u32 THREADS = 512, WARPS = 16, KEYS = 8;
 constexpr u32 SEGMENT = THREADS * KEYS;
@@ -78,7 +81,7 @@ DEVICE Asked ask(const Topk& p, u32 index) {
     UNROLL
     for (u32 i = 0; i < KEYS / 4; i++) {
         i64 at = i64(index % p.segments) * SEGMENT + thread_x() * KEYS + i * 4;
-        r.fours[i] = at < p.score_stride ? load16(scores + at) : U4{0, 0, 0, 0};
+        r.fours[i] = at < i64(p.width) ? load16(scores + at) : U4{0, 0, 0, 0};
     }
     return r;
 }
@@ -98,13 +101,12 @@ DEVICE Orders orders_of(const Asked& asked, u32 from, u32 seen) {
 // A block's segment of a row.
 struct Unit {
     u32 row, segment, seen;
-    float* scores;
-    u32* state;
+    u32 *list, *state;
 };
 DEVICE Unit unit_of(const Topk& p, u32 unit) {
     u32 row = p.row_begin + unit / p.segments, of_panel = unit / p.segments;
-    u32 seen = row >= p.table->rows ? 0 : u32(least(i64(seen_of(p.table, row)), p.score_stride));
-    return Unit{row, unit % p.segments, seen, p.scores + i64(of_panel) * p.score_stride, p.states + u64(of_panel) * STATE};
+    u32 seen = row >= p.table->rows ? 0 : least(seen_of(p.table, row), p.width);
+    return Unit{row, unit % p.segments, seen, p.lists + i64(of_panel) * p.list_stride, p.states + u64(of_panel) * STATE};
 }
 DEVICE u32 units_of(const Topk& p) { return (p.row_end - p.row_begin) * p.segments; }
 
@@ -199,7 +201,7 @@ DEVICE Last last_below(const u32* list, u32 length, u32 left, u32* shared) {
 DEVICE void write_picks(const Topk& p, const Unit& unit, u32 left, u32* shared) {
     const u32 segments = most(1u, (unit.seen + SEGMENT - 1) / SEGMENT);
     u32* lengths = p.lengths + u64(unit.row - p.row_begin) * p.segments;
-    u32* lists = reinterpret_cast<u32*>(unit.scores);
+    u32* lists = unit.list;
     // Where each segment's entries come among all of the row.
     u32* starts = segments <= MOST_STARTS ? shared + STARTS_AT : lengths;
     u32 length = 0, all;
@@ -293,7 +295,7 @@ MSTAR_KERNEL(topk_pick, Topk, THREADS, 2) {
             kept |= u32(above || same) << i;
         }
         u32 all, rank = sum_below(popcount(kept), shared, all);
-        u32* list = reinterpret_cast<u32*>(unit.scores + from);
+        u32* list = unit.list + from;
         UNROLL
         for (u32 i = 0; i < KEYS; i++)
             if (kept >> i & 1) list[rank++] = entries[i];

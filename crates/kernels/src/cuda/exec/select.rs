@@ -63,15 +63,19 @@ struct Scores {
 struct Topk {
     table: u64,
     scores: u64,
+    lists: u64,
     states: u64,
     lengths: u64,
     to: u64,
     score_stride: i64,
+    list_stride: i64,
     to_stride: i64,
     topk: u32,
     row_begin: u32,
     row_end: u32,
     segments: u32,
+    width: u32,
+    reserved: u32,
 }
 
 /// As `Quantise` in `cu/quantise.cu`.
@@ -86,7 +90,7 @@ struct Quantise {
     width: u32,
 }
 
-const _: () = assert!(size_of::<Scores>() == 144 && size_of::<Topk>() == 72 && size_of::<Quantise>() == 40);
+const _: () = assert!(size_of::<Scores>() == 144 && size_of::<Topk>() == 96 && size_of::<Quantise>() == 40);
 
 /// Floats from one row's scores to the next.
 fn stride(keys: usize) -> usize {
@@ -234,6 +238,11 @@ pub(crate) fn prepare(
     jit::prepare(device, &[scores, count, pick, storing(q, format)])
 }
 
+/// Compiles and loads what [`topk`] runs.
+pub(crate) fn prepare_topk(device: Device) -> Result<()> {
+    jit::prepare(device, &picking())
+}
+
 /// The kernels of the pick.
 fn picking() -> [Key; 2] {
     ["topk_count", "topk_pick"].map(|entry| Key::new(Unit::TOPK, entry))
@@ -338,38 +347,108 @@ pub(crate) fn select(
     if panel == 0 {
         return Err(Error::Workspace { needed: select_bytes(rows, table.max_keys()), available });
     }
-    let sms = Context::of(stream.device())?.sm_count() as usize;
-    let [count, pick] = picking().map(|key| jit::function(stream.device(), &key));
-    let kernels = [(count?, COUNT_SHARED, 4), (pick?, PICK_SHARED, 2)];
     let scores = start + (panel * STATE * 4) as u64;
     let lengths = scores + (panel * cut.scores * 4) as u64;
     for first in (0..rows).step_by(panel) {
         let end = rows.min(first + panel);
         let states = (start, (end - first) * STATE);
         score(stream, call, table, first..end, (scores, cut.scores), 0, states)?;
-        let params = Topk {
-            table: table.address(),
-            scores,
-            states: start,
-            lengths,
-            to: selection.as_mut_ptr() as u64,
-            score_stride: cut.scores as i64,
-            to_stride: selection.strides()[0] as i64,
-            topk: topk as u32,
-            row_begin: first as u32,
-            row_end: end as u32,
-            segments: cut.segments as u32,
-        };
-        let units = (end - first).saturating_mul(cut.segments);
-        for (function, shared, each) in &kernels {
-            let how =
-                Launch { grid: [units.min(each * sms) as u32, 1, 1], block: TOPK_THREADS, shared: *shared };
-            // SAFETY: the kernel takes a `Topk`; the panel's states, scores and lengths lie in the workspace as it was cut,
-            // `selection` is `[T, K]` i32 on this device, both were checked.
-            unsafe { launch(function, stream, how, &params) }?;
-        }
+        let of =
+            Given { scores: (scores, cut.scores), width: cut.scores, lists: scores, states: start, lengths };
+        pick(stream, table, first..end, &cut, of, selection)?;
     }
     Ok(())
+}
+
+/// What the pick of a panel of rows reads and is given to write in.
+struct Given {
+    /// Scores, and floats from one row's to the next.
+    scores: (u64, usize),
+    /// Scores of a row, a multiple of 4.
+    width: usize,
+    /// Lists, as far apart as scores of the panel's rows are.
+    lists: u64,
+    /// Zeros.
+    states: u64,
+    lengths: u64,
+}
+
+/// Puts the pick of rows `rows` of a selection into the stream.
+fn pick(
+    stream: &Stream,
+    table: &DeviceTable,
+    rows: std::ops::Range<usize>,
+    cut: &Panel,
+    of: Given,
+    selection: &mut TensorMut<'_>,
+) -> Result<()> {
+    let sms = Context::of(stream.device())?.sm_count() as usize;
+    let [count, pick] = picking().map(|key| jit::function(stream.device(), &key));
+    let params = Topk {
+        table: table.address(),
+        scores: of.scores.0,
+        lists: of.lists,
+        states: of.states,
+        lengths: of.lengths,
+        to: selection.as_mut_ptr() as u64,
+        score_stride: of.scores.1 as i64,
+        list_stride: cut.scores as i64,
+        to_stride: selection.strides()[0] as i64,
+        topk: selection.shape()[1] as u32,
+        row_begin: rows.start as u32,
+        row_end: rows.end as u32,
+        segments: cut.segments as u32,
+        width: of.width as u32,
+        reserved: 0,
+    };
+    let units = rows.len().saturating_mul(cut.segments);
+    for (function, shared, each) in [(count?, COUNT_SHARED, 4), (pick?, PICK_SHARED, 2)] {
+        let how = Launch { grid: [units.min(each * sms) as u32, 1, 1], block: TOPK_THREADS, shared };
+        // SAFETY: the kernel takes a `Topk`; the panel's states, lists and lengths lie in the workspace as it was cut, its scores
+        // there or in a tensor of as many rows; `selection` is `[T, K]` i32 on this device, both were checked.
+        unsafe { launch(&function, stream, how, &params) }?;
+    }
+    Ok(())
+}
+
+/// Bytes that [`topk`] needs for up to so many rows over up to so many scores.
+pub(crate) fn topk_bytes(rows: usize, keys: usize) -> usize {
+    rows.saturating_mul(Panel::of(keys).row()).saturating_add(63)
+}
+
+/// The pick of scores `[T, N]` f32 to `[T, K]` i32 by a table of as many rows, which see no more than `N` keys. Checked, but for
+/// the workspace.
+///
+/// # Errors
+/// Rows of scores that do not start at multiples of 16 bytes; a workspace that is too small; a kernel that cannot be built or launched.
+pub(crate) fn topk(
+    stream: &Stream,
+    table: &DeviceTable,
+    scores: &TensorRef<'_>,
+    selection: &mut TensorMut<'_>,
+    workspace: &mut TensorMut<'_>,
+) -> Result<()> {
+    let (rows, keys) = (scores.shape()[0], scores.shape()[1]);
+    if rows == 0 || selection.shape()[1] == 0 {
+        return Ok(());
+    }
+    let stride = if rows == 1 { stride(keys) } else { scores.strides()[0] };
+    if !View::aligned_to(scores, 16) || !keys.is_multiple_of(4) || !stride.is_multiple_of(4) {
+        let expected = "[T, N], N a multiple of 4, whose rows start at multiples of 16 bytes".into();
+        return Err(Error::Shape { tensor: "scores", expected, got: vec![rows, keys] });
+    }
+    let (cut, available, needed) = (Panel::of(keys), workspace.numel(), topk_bytes(rows, keys));
+    if available < needed {
+        return Err(Error::Workspace { needed, available });
+    }
+    let skipped = (workspace.as_mut_ptr() as usize).next_multiple_of(64) - workspace.as_mut_ptr() as usize;
+    let states = workspace.reborrow().narrow(0, skipped, rows * STATE * 4)?;
+    crate::fill(stream, states, 0)?;
+    let states = (workspace.as_mut_ptr() as usize + skipped) as u64;
+    let lists = states + (rows * STATE * 4) as u64;
+    let lengths = lists + (rows * cut.scores * 4) as u64;
+    let of = Given { scores: (scores.as_ptr() as u64, stride), width: keys, lists, states, lengths };
+    pick(stream, table, 0..rows, &cut, of, selection)
 }
 
 /// Which kernel stores keys of a type in a format.

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::fixture::{Batch, FLOATS, FORMATS, Random, stored};
 use crate::cuda::{OwnedStream, emulate};
 use crate::dsa::{
-    self, DeviceTable, KeyFormat, ScoresParams, SelectParams, SparseParams, Table, quantise_keys,
+    self, DeviceTable, KeyFormat, ScoresParams, SelectParams, SparseParams, Table, TopkParams, quantise_keys,
     store_keys_at,
 };
 use crate::mla::Geometry;
@@ -419,6 +419,49 @@ fn close(dtype: DType, [cpu, card]: &[(Vec<f32>, Vec<f32>); 2], what: &str) {
     }
     for (index, (a, b)) in cpu.1.iter().zip(&card.1).enumerate() {
         assert!(a == b || (a - b).abs() <= 1e-3, "{what}: lse {index}: {a} on the CPU, {b} on the card");
+    }
+}
+
+#[test]
+fn given_scores_are_picked_as_on_the_cpu() {
+    let own = card();
+    let stream = own.stream();
+    let mut random = Random(23);
+    // Segments of several blocks, equal scores, NaN, and rows that see less than they pick.
+    let (t, n, positions) = (5usize, 9000usize, [8999, 40, -1, 5000, 8191]);
+    let mut scores: Vec<f32> =
+        (0..t * n).map(|i| (random.number() * [8.0, 1e6][i / n % 2]).round() / 8.0).collect();
+    (scores[7], scores[8]) = (f32::NAN, f32::INFINITY);
+    for k in [1, 64, 700] {
+        let mut wanted = vec![-9i32; t * k];
+        let given = TensorRef::from_slice(&scores, &[t, n]).unwrap();
+        let out = TensorMut::from_slice(&mut wanted, &[t, k]).unwrap();
+        let params = TopkParams { scores: given, positions: &positions, topk: k, out, workers: 1 };
+        dsa::topk(&Stream::cpu(), params).unwrap();
+        let lens = positions.map(|position| position + 1);
+        let table = Table {
+            row_request: &[0, 1, -1, 3, 4],
+            positions: &positions,
+            kv_indptr: &[0; 6],
+            kv_indices: &[],
+            page_start: &[0; 5],
+            kv_lens: &lens,
+        };
+        let mut on = DeviceTable::with_capacity(&stream, 0, 0, 0, 0).unwrap();
+        on.set(&stream, &table).unwrap();
+        dsa::prepare_topk(&stream).unwrap();
+        let there = put(&stream, given);
+        let mut out = put(&stream, TensorRef::from_slice(&vec![-9i32; t * k], &[t, k]).unwrap());
+        let bytes = dsa::topk_workspace_bytes_on(CARD, t, n);
+        let mut workspace = Buffer::zeroed_on(CARD, bytes).unwrap();
+        for _ in 0..2 {
+            let scores = there.tensor(0, DType::F32, &[t, n]).unwrap();
+            let out = out.tensor_mut(0, DType::I32, &[t, k]).unwrap();
+            let workspace = workspace.tensor_mut(0, DType::U8, &[bytes]).unwrap();
+            let params = TopkParams { scores, positions: &positions, topk: k, out, workers: 1 };
+            dsa::topk_at(&stream, &on, params, workspace).unwrap();
+        }
+        assert_eq!(take(&stream, &out, t * k, 0i32), wanted, "{k}");
     }
 }
 
