@@ -159,12 +159,6 @@ pub(crate) fn stage_blocks(
     stage_with(work, stream, mods)
 }
 
-/// Whether only what changed of a list goes to the device, which `MSTAR_STAGE=parts` asks for: no card has shown it yet. Tests ask.
-fn in_parts() -> bool {
-    static ASKED: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
-    cfg!(test) || *ASKED.get_or_init(|| std::env::var("MSTAR_STAGE").is_ok_and(|said| said == "parts"))
-}
-
 fn stage_with(work: &mut WorkList, stream: &Stream, mods: Option<mods::Staged>) -> Result<()> {
     let device = stream.device();
     if work.target != Target::Blocks {
@@ -196,8 +190,8 @@ fn stage_with(work: &mut WorkList, stream: &Stream, mods: Option<mods::Staged>) 
     }
     staged.current = false;
     let done = match staged.renewed.take() {
-        Some(pages) if in_parts() => staged.renew(work, stream, pages),
-        _ => staged.make(work, stream),
+        Some(pages) => staged.renew(work, stream, pages),
+        None => staged.make(work, stream),
     };
     if let Some(on) = &mut on {
         on.current = done.is_ok();
