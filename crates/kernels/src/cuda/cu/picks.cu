@@ -172,8 +172,6 @@ MSTAR_KERNEL(picks_order, Sparse, ORDER_THREADS, 4) {
 // The row of few queries of which so many come before, from row_begin on.
 DEVICE u32 few_row(const Sparse& p, u32 before) {
     u32 first = p.row_begin, past = end_row(p);
-    // Where all rows are, each is as many rows on.
-    if (few_rows(p.table, first, past) == past - first) return first + before;
     while (past - first > 1) {
         const u32 middle = first + (past - first) / 2;
         if (few_rows(p.table, p.row_begin, middle) <= before) first = middle;
@@ -188,13 +186,17 @@ MSTAR_KERNEL(picks_merge, Sparse, 128, 4) {
     constexpr u32 AHEAD = 4;
     const u32 slices = (p.C + 127) / 128;
     const u64 rows = few_rows(p.table, p.row_begin, end_row(p));
+    // Where all rows are of few queries, each is as many rows on.
+    const bool all = rows == end_row(p) - p.row_begin;
     for (u64 unit = u64(block_x()) * 4 + warp(); unit < rows * p.H * slices; unit += u64(grid_x()) * 4) {
         const u32 slice = u32(unit % slices), head = u32(unit / slices % p.H), before = u32(unit / slices / p.H);
-        const u32 row = few_row(p, before), count = picks_of(p, row).count;
-        if (count <= LEAF) continue;
-        const u32 column = slice * 128 + lane() * 4, leaves = (count + LEAF - 1) / LEAF;
+        const u32 column = slice * 128 + lane() * 4;
         const float* first = p.partials + u64(before) * p.leaves * state_len(p.H, p.C);
+        const u32 row = all ? p.row_begin + before : few_row(p, before), count = picks_of(p, row).count;
+        if (count <= p.leaf) continue;
+        const u32 leaves = (count + p.leaf - 1) / p.leaf;
         float m = -infinity(), l = 0.0f, acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        NO_UNROLL
         for (u32 from = 0; from < leaves; from += AHEAD) {
             float their_m[AHEAD], their_l[AHEAD];
             U4 their[AHEAD];

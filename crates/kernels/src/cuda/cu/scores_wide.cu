@@ -66,9 +66,22 @@ DEVICE void store_pair(u8* queries, u32 head, u32 column, u32 pair) {
 DEVICE u32 finite(u32 bits) { return (bits & 0x7fff) < 0x7f80 ? bits & 0x7fff : 0; }
 DEVICE float power_of_two(i32 exponent) { return bits_float(u32(exponent + 127) << 23); }
 
+// Has the queries and weights of a row brought to the second-level cache, by all warps.
+DEVICE void near_queries(const Scores& p, u32 row) {
+    const Query* queries = reinterpret_cast<const Query*>(p.q) + i64(row) * p.q_token;
+    const float* weights = p.weights + i64(row) * p.weight_token;
+    NO_UNROLL
+    for (u32 at = thread_x(); at < HEADS * (DEPTH / 64); at += THREADS) {
+        const u32 head = at / (DEPTH / 64), lane_at = at % (DEPTH / 64) * 64;
+        if (lane_at < p.width) prefetch_l2(queries + i64(head) * p.q_head + lane_at);
+        if (at % 32 == 0 && at < HEADS) prefetch_l2(weights + at);
+    }
+}
+
 // The queries and weights of a row, by all warps; heads past the last are zeros.
 DEVICE void stage_queries(const Scores& p, u32 row, u8* shared) {
-    constexpr u32 EACH = GROUPS * N / 4, BATCH = EACH < 8 ? EACH : 8, FOURS = (DEPTH / 4 + 31) / 32;
+    constexpr u32 EACH = GROUPS * N / 4, MOST = CODES || DEPTH > 128 ? 8 : 16, BATCH = EACH < MOST ? EACH : MOST, FOURS = (DEPTH / 4 + 31) / 32;
+    static_assert(EACH % BATCH == 0, "whole batches");
     const u32 w = warp(), l = lane();
     const Query* queries = reinterpret_cast<const Query*>(p.q) + i64(row) * p.q_token;
     const bool whole = (reinterpret_cast<u64>(queries) | u64(p.q_head * 2) | u64(p.width * 2)) % 8 == 0;
@@ -278,27 +291,35 @@ MSTAR_KERNEL(scores_wide, Scores, THREADS, MIN_BLOCKS) {
     Cursor cursor = run.first, ahead = run.first;
     Slots slots{nullptr, 0, 0};
     if (run.count > 0) slots = slots_of(p.table, request_of(p.table, ahead.row));
-    // Where key l % 16 of the warp lies; past the end it is the last key, whose score is not stored.
-    auto place = [&]() -> u64 {
+    // The page of key l % 16 of the warp, and its slot there; past the end it is the last key, whose score is not stored. Asked for
+    // long before it is needed.
+    struct Place {
+        i32 page;
+        u32 slot;
+    };
+    auto ask = [&]() -> Place {
         // A row's first tile is of another row than the one before it.
         if (ahead.tile == 0) slots = slots_of(p.table, request_of(p.table, ahead.row));
-        u32 key = least(ahead.tile * TILE + w * WARP_KEYS + l % WARP_KEYS, ahead.seen - 1);
-        return reinterpret_cast<u64>(p.keys) + u64(slot_at(slots, key, p.S, p.key_page, p.key_slot));
+        u32 offset = slots.start + least(ahead.tile * TILE + w * WARP_KEYS + l % WARP_KEYS, ahead.seen - 1);
+        return Place{slots.pages[offset / p.S], offset % p.S};
     };
-    u64 at[STAGES], next = 0;
+    auto place = [&](const Place& of) {
+        return reinterpret_cast<u64>(p.keys) + u64(i64(of.page) * p.key_page + i64(of.slot) * p.key_slot);
+    };
+    Place at[STAGES], next{0, 0};
     UNROLL
     for (u32 stage = 0; stage < STAGES; stage++) {
-        at[stage] = 0;
+        at[stage] = Place{0, 0};
         if (stage >= run.count) continue;
         if (stage > 0) advance(p, ahead);
-        at[stage] = place();
+        at[stage] = ask();
     }
     UNROLL
     for (u32 stage = 0; stage < STAGES; stage++) {
-        if (stage < run.count) bring_keys(ring + stage * STAGE_BYTES, at[stage], p.width);
+        if (stage < run.count) bring_keys(ring + stage * STAGE_BYTES, place(at[stage]), p.width);
         cp_async_commit();
     }
-    if (STAGES < run.count) advance(p, ahead), next = place();
+    if (STAGES < run.count) advance(p, ahead), next = ask();
 
     // What rows have room for past what they see.
     for (u32 row = p.row_begin + block_x(); row < end_row && p.to_width > 0; row += grid_x()) {
@@ -330,8 +351,12 @@ MSTAR_KERNEL(scores_wide, Scores, THREADS, MIN_BLOCKS) {
         }
         warp_sync();
         if (index + STAGES < run.count) {
-            bring_keys(keys, next, p.width);
-            if (index + STAGES + 1 < run.count) advance(p, ahead), next = place();
+            bring_keys(keys, place(next), p.width);
+            if (index + STAGES + 1 < run.count) {
+                advance(p, ahead), next = ask();
+                // The queries of a row to come are asked for while there is time.
+                if (ahead.tile == 0) near_queries(p, ahead.row);
+            }
         }
         cp_async_commit();
 

@@ -24,13 +24,13 @@ struct Sparse {
     u32 aligned;              // queries and latents start at multiples of 16 bytes
     u64 apart;                // slots that a page is from the next, of a list
     u8* image;                // where the rows are put as a work list over latents in pages of one slot, or null
+    u32 leaf;                 // picks a leaf of rows of few queries; those of requests of many are one leaf each
+    u32 reserved;
 };
-static_assert(sizeof(Sparse) == 224, "as in exec/sparse.rs");
+static_assert(sizeof(Sparse) == 232, "as in exec/sparse.rs");
 
 // In `counts`: the picks were not listed in ascending order.
 constexpr u32 SORTED = 1u << 31;
-// Picks a leaf, of rows of few queries; those of requests of many are one leaf each.
-constexpr u32 LEAF = 512;
 
 struct Picks {
     const i32* positions;
@@ -43,7 +43,7 @@ DEVICE Picks picks_of(const Sparse& p, u32 row) {
 // One past the last row that there is.
 DEVICE u32 end_row(const Sparse& p) { return most(p.row_begin, least(p.row_end, p.table->rows)); }
 // Picks a leaf of a row, by its own request alone.
-DEVICE u32 leaf_of(const Sparse& p, u32 row) { return many_rows(p.table, row, row + 1) ? ONE_LEAF : LEAF; }
+DEVICE u32 leaf_of(const Sparse& p, u32 row) { return many_rows(p.table, row, row + 1) ? ONE_LEAF : p.leaf; }
 // The state of a leaf of a row of several: as list.cuh has them, H lanes.
 DEVICE float* state_of(const Sparse& p, u32 row, u32 leaf) {
     return p.partials + (u64(few_rows(p.table, p.row_begin, row)) * p.leaves + leaf) * state_len(p.H, p.C);

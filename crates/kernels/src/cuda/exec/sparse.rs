@@ -12,7 +12,7 @@ use crate::{Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
 use super::params::{ALIGNED, Attend, Place, View, Walk, number};
 use super::{Choice, latents};
 
-/// Picks a leaf of a row of few queries, as in `cu/sparse.cuh`.
+/// Picks a leaf of a row of few queries, at least.
 const LEAF: usize = 512;
 /// Bytes of the states of a panel of rows, unless [`LEAST_ROWS`] need more.
 const PANEL_BYTES: usize = 256 << 20;
@@ -60,9 +60,11 @@ struct Sparse {
     aligned: u32,
     apart: u64,
     image: u64,
+    leaf: u32,
+    reserved: u32,
 }
 
-const _: () = assert!(size_of::<Sparse>() == 224);
+const _: () = assert!(size_of::<Sparse>() == 232);
 
 /// One call, checked, its arrays those of the table.
 pub(crate) struct Picks<'a> {
@@ -92,8 +94,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(geometry: &Geometry, rows: usize, topk: usize) -> Sizes {
-        let leaves = topk.div_ceil(LEAF).max(1);
+    fn of(geometry: &Geometry, rows: usize, topk: usize, leaf: usize) -> Sizes {
+        let leaves = topk.div_ceil(leaf).max(1);
         // A row of one leaf writes its result.
         let states = if leaves == 1 { 0 } else { leaves };
         let state = state_len(geometry.num_qo_heads, geometry.kv_lora_rank);
@@ -130,7 +132,7 @@ impl Sizes {
 
 /// Bytes that [`attend`] needs for up to so many rows of up to `topk` picks, wherever the workspace starts.
 pub(crate) fn bytes(geometry: &Geometry, rows: usize, topk: usize) -> usize {
-    let sizes = Sizes::of(geometry, rows, topk);
+    let sizes = Sizes::of(geometry, rows, topk, LEAF);
     let panel = (PANEL_BYTES / sizes.row.max(1)).max(LEAST_ROWS).min(rows);
     sizes
         .counts
@@ -147,6 +149,16 @@ struct Kinds {
     over: Option<Choice>,
     /// A Hopper's kernel of work lists over latents, to which picks are pages of one slot.
     list: Option<Choice>,
+}
+
+/// Picks a leaf of a row of few queries. With many heads a block has no room for a state that waits, and ends of leaves cost it
+/// most; with few, one row alone is to be many blocks.
+fn leaf_of(geometry: &Geometry, listed: bool) -> usize {
+    match geometry.num_qo_heads {
+        65.. if listed => 4 * LEAF,
+        33.. if listed => 2 * LEAF,
+        _ => LEAF,
+    }
 }
 
 fn choose(geometry: &Geometry, kernels: Kernels, context: &Context) -> Kinds {
@@ -203,7 +215,13 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
     if rows == 0 {
         return Ok(());
     }
-    let sizes = Sizes::of(geometry, rows, topk);
+    let device = stream.device();
+    let context = Context::of(device)?;
+    let Kinds { picks: key, over, list } = choose(geometry, table.kernels(), context);
+    let steps = steps(latent);
+    let list = list.filter(|_| steps.is_some());
+    let leaf = leaf_of(geometry, list.is_some());
+    let sizes = Sizes::of(geometry, rows, topk, leaf);
     let available = workspace.numel();
     let base = workspace.as_mut_ptr() as u64;
     let counts = base.next_multiple_of(64);
@@ -214,9 +232,6 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
     if available < fixed || panel == 0 {
         return Err(Error::Workspace { needed: bytes(geometry, rows, topk), available });
     }
-    let device = stream.device();
-    let context = Context::of(device)?;
-    let Kinds { picks: key, over, list } = choose(geometry, table.kernels(), context);
     let entry = |entry| jit::function(device, &Key { entry, ..key.clone() });
     let (c, e) = (geometry.kv_lora_rank, geometry.qk_rope_head_dim);
     let aligned = c.is_multiple_of(8)
@@ -258,6 +273,8 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
         aligned: aligned.into(),
         apart: 0,
         image: 0,
+        leaf: leaf as u32,
+        reserved: 0,
     };
     let sms = context.sm_count() as usize;
     let put = |function: &Function, params: &Sparse, units: usize, most: usize, block: u32, shared: u32| {
@@ -272,11 +289,7 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
         put(&order, &params, rows, 8, 256, ORDER_SHARED)?;
         return put(&entry("picks_plain")?, &params, rows * slices(1024), 8, 256, 256);
     };
-    let steps = steps(latent);
-    let (choice, listed) = match (&list, steps) {
-        (Some(list), Some(_)) => (list, true),
-        _ => (&over, false),
-    };
+    let (choice, listed) = list.as_ref().map_or((&over, false), |list| (list, true));
     let (attend, merge) = (jit::function(device, &choice.key)?, entry("picks_merge")?);
     let each = attend.blocks_per_sm(choice.threads, choice.shared)?.max(1) as usize;
     // A list lies behind the states, at a multiple of 64.

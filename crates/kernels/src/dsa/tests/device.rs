@@ -258,7 +258,7 @@ fn keys_are_quantised_to_the_bits_of_the_cpu() {
     }
 }
 
-/// Rows over two requests of 700 and 60 positions, in pages in reverse.
+/// Rows over two requests of 1200 and 60 positions, in pages in reverse.
 struct Sparse<'a> {
     geometry: Geometry,
     row_request: &'a [i32],
@@ -269,12 +269,12 @@ struct Sparse<'a> {
     page_start: [i32; 2],
 }
 
-const KV_LENS: [i32; 2] = [700, 60];
+const KV_LENS: [i32; 2] = [1200, 60];
 
 impl<'a> Sparse<'a> {
     fn new(geometry: Geometry, row_request: &'a [i32], selection: &'a [i32]) -> Sparse<'a> {
         let s = geometry.page_size;
-        let pages = [700usize.div_ceil(s), (60 + s / 2).div_ceil(s)];
+        let pages = [1200usize.div_ceil(s), (60 + s / 2).div_ceil(s)];
         let kv_indptr = [0, pages[0] as i32, (pages[0] + pages[1]) as i32];
         let kv_indices = (0..kv_indptr[2]).rev().collect();
         let page_start = [0, s as i32 / 2];
@@ -485,6 +485,15 @@ fn picks_are_attended_as_on_the_cpu() {
             let what = format!("{dtype} {heads} {c} {e} {page_size} {kernels:?}");
             close(dtype, &sparse.attended(2, kernels), &what);
         }
+    }
+}
+
+#[test]
+fn leaves_of_many_heads_are_joined() {
+    let selection = picks(1150, &[(1150, 1), (1024, 1), (60, 1)]);
+    let sparse = Sparse::new(layer(40, 48, 16, 16, DType::Bf16), &[0, 0, 1], &selection);
+    for kernels in BOTH {
+        close(DType::Bf16, &sparse.attended(3, kernels), &format!("{kernels:?}"));
     }
 }
 
