@@ -91,7 +91,11 @@ fn latent() -> Vec<Key> {
     let few = |values: &[i64; 6]| with_all(Key::new(Unit::LATENT_FEW, "latent_few"), names, *values);
     let wide = |values: &[i64; 6]| with_all(Key::new(Unit::LATENT_WIDE, "latent_wide"), names, *values);
     let of = |values: &[i64; 7]| with_all(Key::new(Unit::LATENT, "latent_attend"), LATENTS, *values);
-    SOME.iter().map(of).chain(FEW.iter().map(few)).chain(WIDE.iter().map(wide)).collect()
+    // In e4m3: depth, pieces.
+    let codes = [(576, 2), (512, 1)].map(|(depth, pieces)| {
+        Key::new(Unit::LATENT_CODES, "latent_codes").with("DEPTH", depth).with("PIECES", pieces)
+    });
+    SOME.iter().map(of).chain(FEW.iter().map(few)).chain(WIDE.iter().map(wide)).chain(codes).collect()
 }
 
 /// The same over picks.
@@ -181,6 +185,10 @@ fn tile() -> Vec<Key> {
     let names = ["KV_TYPE", "SOURCE", "WIDTH", "VALUES", "WARPS", "SPREAD", "KEYS", "GENERAL", "RESIDENT"];
     let mut keys: Vec<Key> =
         SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect();
+    // Of codes.
+    for values in [[1, 0, 128, 128, 4, 1, 64, 0, 2], [1, 0, 256, 256, 8, 1, 32, 1, 1]] {
+        keys.push(with_all(Key::new(Unit::TILE, "tile"), names, values).with("CODES", 1));
+    }
     // Over blocks, the mods that need most registers: score mods, then mask mods, as `cu/mods.cuh` numbers them.
     let blocks = with_all(Key::new(Unit::TILE, "tile"), names, SOME[3]);
     keys.push(blocks.clone().with("SCORES", 0).with("MASKS", 1).with("MASK_0", 1));

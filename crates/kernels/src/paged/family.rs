@@ -42,6 +42,17 @@ pub(crate) fn latents_in_tensors(geometry: &Geometry) -> bool {
         && geometry.head_dim_vo <= LATENT_WIDTH
 }
 
+/// Whether the Hopper's kernel over latents in e4m3 takes those of a layer: of 512 lanes under scales, as models have them, whose
+/// tokens are whole steps of 16 bytes.
+#[cfg(feature = "cuda")]
+pub(crate) fn latents_in_codes(geometry: &Geometry) -> bool {
+    let (depth, width) = (geometry.head_dim_qk, geometry.head_dim_vo);
+    (geometry.q_dtype, geometry.kv_dtype) == (DType::Bf16, DType::E4m3)
+        && width == LATENT_WIDTH
+        && (width..=width + 64).contains(&depth)
+        && depth.is_multiple_of(8)
+}
+
 /// Query heads up to which few query vectors are worth a kernel of their own over latents.
 pub(crate) const LATENT_FEW_HEADS: usize = 32;
 
@@ -64,6 +75,13 @@ pub(crate) fn in_halves(geometry: &Geometry) -> bool {
     let half = matches!(geometry.kv_dtype, DType::Bf16 | DType::F16);
     let width = geometry.head_dim_qk.max(geometry.head_dim_vo);
     half && geometry.q_dtype == geometry.kv_dtype && width <= 512
+}
+
+/// Whether they are codes that the tile kernel makes bf16 of, beside queries of bf16.
+#[cfg(feature = "cuda")]
+pub(crate) fn in_codes(geometry: &Geometry) -> bool {
+    let width = geometry.head_dim_qk.max(geometry.head_dim_vo);
+    (geometry.q_dtype, geometry.kv_dtype) == (DType::Bf16, DType::E4m3) && width <= 512
 }
 
 /// What a slot of a page holds, which decides the families of rows over it.

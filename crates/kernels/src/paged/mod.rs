@@ -32,10 +32,12 @@ pub(crate) use family::Stored;
 #[cfg(any(feature = "cuda", feature = "flex"))]
 pub(crate) use family::blocks_leaf;
 #[cfg(feature = "cuda")]
-pub(crate) use family::in_halves;
+pub(crate) use family::latents_in_codes;
 pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
 #[cfg(feature = "cuda")]
 pub(crate) use family::{LATENT_FEW_HEADS, LATENT_TREE_HEADS, latents_in_tensors};
+#[cfg(feature = "cuda")]
+pub(crate) use family::{in_codes, in_halves};
 pub use geometry::{Geometry, MAX_HEAD_DIM};
 #[cfg(any(feature = "paged", feature = "mla"))]
 pub(crate) use renew::renew;

@@ -4,10 +4,11 @@
 use mstar_kernels::dsa::{
     DeviceTable, SparseParams, Table, prepare_sparse, sparse_attend_at, sparse_workspace_bytes_on,
 };
+use mstar_kernels::fp8::store_latents;
 use mstar_kernels::mla::{AttendParams, Geometry, Variant, attend};
 use mstar_kernels::paged::PageTable;
 use mstar_kernels::plan::{Latents, Plan, PlanOptions, Schedule};
-use mstar_kernels::{Buffer, DType, TensorRef};
+use mstar_kernels::{Buffer, DType, Device, TensorRef};
 
 use super::{Case, Cost, Made, Place, longer, odd, strewn};
 
@@ -16,6 +17,8 @@ const C: usize = 512;
 const E: usize = 64;
 const PAGE_SIZE: usize = 64;
 const SM_SCALE: f32 = 0.0721688;
+/// Latents that are quantised for a pool.
+const STRETCH: usize = 1 << 14;
 
 /// Equal rows of `q_len` query tokens each, the last at the last of `kv_len` keys.
 #[derive(Clone, Copy)]
@@ -27,12 +30,14 @@ struct Rows {
     dtype: DType,
     /// Picks a row; 0 attends every key.
     picks: usize,
+    /// Whether latents are kept in e4m3.
+    codes: bool,
 }
 
 /// The cases of this family.
 pub(super) fn list(quick: bool) -> Vec<Case> {
     let kv_len = if quick { 2048 } else { 32768 };
-    let base = Rows { rows: 1, q_len: 1, kv_len, heads: 16, dtype: DType::Bf16, picks: 0 };
+    let base = Rows { rows: 1, q_len: 1, kv_len, heads: 16, dtype: DType::Bf16, picks: 0, codes: false };
     let mut cases: Vec<Case> =
         [16, 64, 128].into_iter().map(|heads| latent(Rows { heads, ..base })).collect();
     cases.push(latent(Rows { dtype: DType::F32, ..base }));
@@ -51,7 +56,7 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
 pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
     let short = |tokens: usize| if quick { tokens / 128 } else { tokens };
     let few = |rows: usize| if quick { rows.min(2) } else { rows };
-    let base = Rows { rows: 1, q_len: 1, kv_len: 1, heads: 16, dtype: DType::Bf16, picks: 0 };
+    let base = Rows { rows: 1, q_len: 1, kv_len: 1, heads: 16, dtype: DType::Bf16, picks: 0, codes: false };
     let mut cases = Vec::new();
     let batches = [
         (16, 1, &[(64, 16384), (1, 8192), (16, 4096), (64, 4096), (128, 4096)][..]),
@@ -65,6 +70,19 @@ pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
             let near = [Rows { kv_len: longer(row.kv_len), ..row }, Rows { rows: odd(row.rows), ..row }];
             cases.extend(latent(row).with_neighbours(near.map(latent)));
         }
+    }
+    // Latents in e4m3.
+    for (heads, rows, kv_len) in [(16, 64, 4096), (64, 64, 4096), (128, 128, 4096), (128, 1, 8192)] {
+        let row = Rows { rows: few(rows), kv_len: short(kv_len), heads, codes: true, ..base };
+        let near = [Rows { kv_len: longer(row.kv_len), ..row }, Rows { rows: odd(row.rows), ..row }];
+        cases.extend(latent(row).with_neighbours(near.map(latent)));
+    }
+    #[cfg(feature = "dsa")]
+    for (heads, rows) in [(16, 64), (64, 64), (64, 128), (128, 64), (128, 128), (128, 1)] {
+        let (kv_len, picks) = (short(32768), short(2048));
+        let row = Rows { rows: few(rows), kv_len, heads, picks, codes: true, ..base };
+        let near = [Rows { kv_len: longer(row.kv_len), ..row }, Rows { rows: odd(row.rows), ..row }];
+        cases.extend(picked(row).with_neighbours(near.map(picked)));
     }
     #[cfg(feature = "dsa")]
     for heads in [16, 64, 128] {
@@ -97,17 +115,25 @@ impl Rows {
             qk_rope_head_dim: E,
             page_size: PAGE_SIZE,
             q_dtype: self.dtype,
-            kv_dtype: self.dtype,
+            kv_dtype: if self.codes { DType::E4m3 } else { self.dtype },
         }
     }
 
+    /// Bytes of a latent.
+    fn token(&self) -> usize {
+        let (elements, dtype) = self.geometry().slot();
+        elements * dtype.size()
+    }
+
     fn shape(&self) -> String {
-        let Rows { rows, q_len, kv_len, heads, dtype, picks } = self;
+        let Rows { rows, q_len, kv_len, heads, picks, .. } = self;
+        let dtype = if self.codes { "fp8".into() } else { self.dtype.to_string() };
+        let kept = if self.codes { ", fp8" } else { "" };
         match (picks, q_len) {
             (0, 1) => format!("{rows} x {kv_len}, {heads} heads, {dtype}"),
             (0, q_len) => format!("{rows} x {q_len} of {kv_len}, {heads} heads, {dtype}"),
-            (picks, 1) => format!("{rows} x {picks} of {kv_len}, {heads} h"),
-            (picks, q_len) => format!("{q_len}q x {picks} of {kv_len}, {heads} h"),
+            (picks, 1) => format!("{rows} x {picks} of {kv_len}, {heads} h{kept}"),
+            (picks, q_len) => format!("{q_len}q x {picks} of {kv_len}, {heads} h{kept}"),
         }
     }
 
@@ -117,9 +143,9 @@ impl Rows {
             0 => ((2 * self.kv_len + 1 - self.q_len) as f64 / 2.0, self.kv_len),
             picks => (picks as f64, self.kv_len.min(picks * self.q_len)),
         };
-        let latents = self.rows * read * (C + E);
-        let qo = self.tokens() * self.heads * (C + E + C);
-        let bytes = ((latents + qo) * self.dtype.size()) as f64;
+        let latents = self.rows * read * self.token();
+        let qo = self.tokens() * self.heads * (C + E + C) * self.dtype.size();
+        let bytes = (latents + qo) as f64;
         Cost { bytes, flops: 2.0 * (self.heads * (C + E + C)) as f64 * each * self.tokens() as f64 }
     }
 
@@ -148,18 +174,38 @@ impl Tensors {
         let (t, pages) = (rows.tokens(), rows.rows * rows.pages_per_row());
         Ok(Tensors {
             q: place.filled(rows.dtype, t * rows.heads * (C + E))?,
-            latent: place.filled(rows.dtype, pages * PAGE_SIZE * (C + E))?,
+            latent: stored(place, rows, pages * PAGE_SIZE)?,
             o: place.room(rows.dtype, &[t, rows.heads, C])?,
             workspace: place.scratch(workspace)?,
         })
     }
 }
 
+/// So many latents.
+fn stored(place: &Place, rows: Rows, tokens: usize) -> anyhow::Result<Buffer> {
+    if !rows.codes {
+        return place.filled(rows.dtype, tokens * (C + E));
+    }
+    // Quantising on the host takes its time: a stretch over and over.
+    let some = tokens.min(STRETCH);
+    let host = Place::on(Device::Cpu)?;
+    let plain = host.filled(DType::F32, some * (C + E))?;
+    let plain = plain.tensor(0, DType::F32, &[some, C + E])?;
+    let slots: Vec<i64> = (0..some as i64).collect();
+    let shape = [1, some, rows.token()];
+    let mut codes = host.room(DType::U8, &shape)?;
+    let to = codes.tensor_mut(0, DType::U8, &shape)?;
+    let (ckv, kpe) = (plain.narrow(1, 0, C)?, plain.narrow(1, C, E)?);
+    store_latents(&host.stream(), TensorRef::from_slice(&slots, &[some])?, ckv, kpe, to)?;
+    place.tiled(codes, tokens * rows.token())
+}
+
 /// `q_nope`, `q_pe` and the latents.
 fn inputs<'a>(rows: &Rows, q: &'a Buffer, latent: &'a Buffer) -> anyhow::Result<[TensorRef<'a>; 3]> {
     let q = q.tensor(0, rows.dtype, &[rows.tokens(), rows.heads, C + E])?;
-    let pool = [rows.rows * rows.pages_per_row(), PAGE_SIZE, C + E];
-    Ok([q.narrow(2, 0, C)?, q.narrow(2, C, E)?, latent.tensor(0, rows.dtype, &pool)?])
+    let (elements, dtype) = rows.geometry().slot();
+    let pool = [rows.rows * rows.pages_per_row(), PAGE_SIZE, elements];
+    Ok([q.narrow(2, 0, C)?, q.narrow(2, C, E)?, latent.tensor(0, dtype, &pool)?])
 }
 
 fn latent(rows: Rows) -> Case {
@@ -290,7 +336,8 @@ mod tests {
 
     #[test]
     fn useful_work_counts_a_latent_once_whatever_the_heads() {
-        let rows = Rows { rows: 2, q_len: 1, kv_len: 100, heads: 3, dtype: DType::Bf16, picks: 0 };
+        let rows =
+            Rows { rows: 2, q_len: 1, kv_len: 100, heads: 3, dtype: DType::Bf16, picks: 0, codes: false };
         let (latents, qo) = (2 * 100 * 576, 2 * 3 * (576 + 512));
         assert_eq!(rows.cost().bytes, (2 * (latents + qo)) as f64);
         assert_eq!(rows.cost().flops, (2 * 2 * 100 * 3 * (576 + 512)) as f64);
@@ -299,6 +346,8 @@ mod tests {
         // Rows of one request cannot read more than it has.
         let many = Rows { rows: 1, q_len: 11, ..picks };
         assert_eq!(many.cost().bytes, (2 * (100 * 576 + 11 * 3 * (576 + 512))) as f64);
+        let codes = Rows { codes: true, ..rows };
+        assert_eq!(codes.cost().bytes, (2 * 100 * 656 + 2 * qo) as f64);
         let square = Rows { rows: 1, q_len: 4, kv_len: 4, ..rows };
         assert_eq!(square.cost().flops, (2 * 10 * 3 * (576 + 512)) as f64);
     }

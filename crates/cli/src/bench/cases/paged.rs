@@ -4,8 +4,9 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use mstar_attn_paged::{
-    Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Schedule, Variant, Workspace, run,
+    Geometry, Inputs, Outputs, PageTable, Plan, PlanOptions, Schedule, Variant, Workspace, run, run_scaled_in,
 };
+use mstar_kernels::fp8::store_heads;
 use mstar_kernels::{Buffer, DType, Device, TensorRef};
 use rayon::prelude::*;
 
@@ -16,6 +17,8 @@ use crate::bench::measure::PlainReads;
 /// Width of a head and tokens a page, where a row says no other.
 const D: usize = 128;
 const S: usize = 16;
+/// Tokens that are quantised for a pool.
+const CODED: usize = 1 << 12;
 
 /// A batch of equal rows.
 #[derive(Clone, Copy)]
@@ -32,6 +35,8 @@ struct Rows {
     /// Tokens a page.
     page: usize,
     dtype: DType,
+    /// Whether keys and values are kept in e4m3.
+    codes: bool,
     cascade: bool,
 }
 
@@ -48,6 +53,7 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
         d: D,
         page: S,
         dtype: DType::Bf16,
+        codes: false,
         cascade: true,
     };
     let mut cases = Vec::new();
@@ -86,12 +92,13 @@ impl Rows {
             head_dim_vo: self.d,
             page_size: self.page,
             q_dtype: self.dtype,
-            kv_dtype: self.dtype,
+            kv_dtype: if self.codes { DType::E4m3 } else { self.dtype },
         }
     }
 
     fn shape(&self) -> String {
-        let Rows { rows, q_len, kv_len, h, g, dtype, .. } = self;
+        let Rows { rows, q_len, kv_len, h, g, .. } = self;
+        let dtype = if self.codes { "fp8".into() } else { self.dtype.to_string() };
         let length = if *q_len == 1 { format!("{rows} x") } else { format!("{q_len} of") };
         let mut shape = format!("{length} {kv_len}, {h}/{g}, {dtype}");
         if self.page != S {
@@ -112,9 +119,10 @@ impl Rows {
     /// Useful work: every key and value once, queries and outputs once; unmasked pairs.
     fn cost(&self) -> Cost {
         let own = (self.kv_len - self.shared) * self.rows + self.shared;
-        let kv = 2 * own * self.g * self.d;
-        let qo = 2 * self.rows * self.q_len * self.h * self.d;
-        let bytes = ((kv + qo) * self.dtype.size()) as f64;
+        let head = if self.codes { self.d + size_of::<f32>() } else { self.d * self.dtype.size() };
+        let kv = 2 * own * self.g * head;
+        let qo = 2 * self.rows * self.q_len * self.h * self.d * self.dtype.size();
+        let bytes = (kv + qo) as f64;
         Cost { bytes, flops: 4.0 * (self.h * self.d) as f64 * self.pairs() }
     }
 
@@ -176,6 +184,7 @@ pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
         d: D,
         page: S,
         dtype: DType::Bf16,
+        codes: false,
         cascade: true,
     };
     let batches = [
@@ -217,6 +226,10 @@ pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
     }
     let n = short(8192);
     cases.push(attention("prefill", Rows { rows: 1, q_len: n, kv_len: n, ..base }));
+    cases.push(attention("prefill", Rows { rows: 1, q_len: n, kv_len: n, codes: true, ..base }));
+    for (rows, kv_len) in [(1, 8192), (16, 8192), (64, 8192), (256, 1024)] {
+        cases.push(decode(Rows { rows: few(rows), kv_len: short(kv_len), codes: true, ..base }));
+    }
     cases.extend(device_plans(base));
     cases
 }
@@ -246,11 +259,17 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
         let (t, h, d, dtype) = (rows.rows * rows.q_len, rows.h, rows.d, rows.dtype);
         let pool = [tables.pages, rows.page, rows.g, d];
         let len: usize = pool.iter().product();
-        let (q, k, v) = (
-            place.filled(dtype, t * h * d)?,
-            Arc::new(place.filled(dtype, len)?),
-            Arc::new(place.filled(dtype, len)?),
-        );
+        let q = place.filled(dtype, t * h * d)?;
+        let (k, v, scales) = match rows.codes {
+            false => (place.filled(dtype, len)?, place.filled(dtype, len)?, None),
+            true => {
+                let [k, k_scales] = codes(place, &pool)?;
+                let [v, v_scales] = codes(place, &pool)?;
+                (k, v, Some([k_scales, v_scales]))
+            }
+        };
+        let (k, v) = (Arc::new(k), Arc::new(v));
+        let kv_dtype = rows.geometry().kv_dtype;
         // What bounds decode is the read of its keys and values; the others also compute.
         let reads = (kernel == "decode" && place.is_cpu()).then(|| plain_reads(&k, &v, &tables));
         let mut o = place.room(dtype, &[t, h, d])?;
@@ -258,13 +277,19 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
             let which = usize::from(schedule == Schedule::Throughput);
             let inputs = Inputs {
                 q: q.tensor(0, dtype, &[t, h, d])?,
-                k: k.tensor(0, dtype, &pool)?,
-                v: v.tensor(0, dtype, &pool)?,
+                k: k.tensor(0, kv_dtype, &pool)?,
+                v: v.tensor(0, kv_dtype, &pool)?,
                 sinks: None,
                 alibi_slopes: None,
             };
             let outputs = Outputs { o: o.tensor_mut(0, dtype, &[t, h, d])?, lse: None };
-            Ok(run(&plans[which], &stream, &mut workspaces[which], inputs, outputs)?)
+            let Some([k_scales, v_scales]) = &scales else {
+                return Ok(run(&plans[which], &stream, &mut workspaces[which], inputs, outputs)?);
+            };
+            let workspace = workspaces[which].view()?;
+            let beside =
+                [k_scales.tensor(0, DType::F32, &pool[..3])?, v_scales.tensor(0, DType::F32, &pool[..3])?];
+            Ok(run_scaled_in(&plans[which], &stream, workspace, inputs, beside, outputs)?)
         };
         if on_device {
             return Ok(Made::twice(work));
@@ -272,6 +297,29 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
         Ok(Made { work: Box::new(move || work(Schedule::Invariant)), throughput: None, reads })
     };
     Case { kernel, shape, dtype: rows.dtype, cost: rows.cost(), beside: None, make: Box::new(make) }
+}
+
+/// A pool `[P, S, G, D]` of codes, and their scales `[P, S, G]`.
+fn codes(place: &Place, pool: &[usize; 4]) -> anyhow::Result<[Buffer; 2]> {
+    let [pages, page, g, d] = *pool;
+    // Quantising on the host takes its time: a stretch over and over.
+    let some = pages.min(CODED.div_ceil(page));
+    let host = Place::on(Device::Cpu)?;
+    let plain = host.filled(DType::F32, some * page * g * d)?;
+    let (mut codes, mut scales) =
+        (host.room(DType::E4m3, &[some, page, g, d])?, host.room(DType::F32, &[some, page, g])?);
+    let slots: Vec<i64> = (0..(some * page) as i64).collect();
+    store_heads(
+        &host.stream(),
+        TensorRef::from_slice(&slots, &[slots.len()])?,
+        plain.tensor(0, DType::F32, &[slots.len(), g, d])?,
+        codes.tensor_mut(0, DType::E4m3, &[some, page, g, d])?,
+        scales.tensor_mut(0, DType::F32, &[some, page, g])?,
+    )?;
+    Ok([
+        place.tiled(codes, pool.iter().product())?,
+        place.tiled(scales, pages * page * g * size_of::<f32>())?,
+    ])
 }
 
 /// Reads of the pages of `k` and `v` that `tables` name, by all threads of the current pool: each takes neighbouring

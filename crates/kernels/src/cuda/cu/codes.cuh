@@ -53,3 +53,21 @@ DEVICE float latent_lane(const u8* token, u32 lane, u32 C) {
     const u8* at = scales + 4 * latent_scales(C) + 2 * (lane - C);
     return to_float(Bf16{u16(at[0] | at[1] << 8)});
 }
+
+// Two codes in the upper bytes of two halves as two bf16, exactly: their digits moved to where a bf16 has its own are 2^-120 of them,
+// but for NaN.
+DEVICE u32 widened(u32 codes) { return multiply_bf16((codes & 0x7f007f00u) >> 4 | (codes & 0x80008000u), 0x7b807b80u); }
+// Bits of codes that are NaN: the highest of each byte.
+DEVICE u32 nans_of(u32 codes) { return (codes & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u; }
+// The same where they are.
+DEVICE u32 with_nans(u32 pair, u32 nans) { return pair | (nans & 0x8000 ? 0x7fffu : 0) | (nans & 0x80000000u ? 0x7fff0000u : 0); }
+// Eight codes as eight bf16, exactly.
+DEVICE U4 widened(u32 low, u32 high) {
+    const u32 pairs[4] = {permuted(low, 0x1404), permuted(low, 0x3424), permuted(high, 0x1404), permuted(high, 0x3424)};
+    U4 r{widened(pairs[0]), widened(pairs[1]), widened(pairs[2]), widened(pairs[3])};
+    if (nans_of(low) | nans_of(high)) {
+        r.x = with_nans(r.x, nans_of(pairs[0])), r.y = with_nans(r.y, nans_of(pairs[1]));
+        r.z = with_nans(r.z, nans_of(pairs[2])), r.w = with_nans(r.w, nans_of(pairs[3]));
+    }
+    return r;
+}

@@ -128,6 +128,13 @@ DEVICE Place2 key_at(const Keys& keys, u32 at) {
                   keys.v + u64(page * keys.v_page + slot * keys.v_slot)};
 }
 
+// The scale, of `scales` [P, S, G], of the key or value at absolute position `at` of a row over pages.
+DEVICE float key_scale(const View& scales, const Keys& keys, u32 head, u32 at) {
+    const u32 offset = at - keys.kv_offset;
+    const i64 page = keys.pages[offset / keys.S], slot = offset % keys.S;
+    return reinterpret_cast<const float*>(scales.at)[page * scales.stride[0] + slot * scales.stride[1] + i64(head) * scales.stride[2]];
+}
+
 // Over blocks: which key of the sequence the at-th visible key is, and whether a mask decides whether it is seen.
 struct Key {
     i32 index;

@@ -49,13 +49,6 @@ DEVICE float lane_of(u64 at, u32 lane, float scale, u32 C) {
     }
     return to_float(reinterpret_cast<const typename Typed<TYPE == 3 ? 0 : TYPE>::type*>(at)[lane]);
 }
-// The scale that lies where the key at absolute position `at` of a row does.
-DEVICE float scale_of_key(const View& scales, const Keys& keys, u32 head, u32 at) {
-    const u32 offset = at - keys.kv_offset;
-    const i64 page = keys.pages[offset / keys.S], slot = offset % keys.S;
-    return reinterpret_cast<const float*>(scales.at)[page * scales.stride[0] + slot * scales.stride[1] + i64(head) * scales.stride[2]];
-}
-
 // What a block keeps in shared memory; behind it, the queries [ROWS][D], and of codes the scales of a tile's keys and values.
 struct Room {
     u64 k[TILE], v[TILE];  // where keys and values lie; 0: not there
@@ -123,8 +116,8 @@ MSTAR_KERNEL(plain, Attend, 128, 1) {
                     if (base + t >= reach.lo && base + t < reach.hi) place = key_at<SOURCE>(keys, base + t);
                     room.k[t] = place.k, room.v[t] = place.v, room.seen[t] = 0;
                     if (SCALED && place.k) {
-                        k_scales[t] = scale_of_key(p.k_scales, keys, kv_head, base + t);
-                        v_scales[t] = scale_of_key(p.v_scales, keys, kv_head, base + t);
+                        k_scales[t] = key_scale(p.k_scales, keys, kv_head, base + t);
+                        v_scales[t] = key_scale(p.v_scales, keys, kv_head, base + t);
                     }
                 }
                 // Scores: a key a thread, CHUNK lanes of its keys at a time.

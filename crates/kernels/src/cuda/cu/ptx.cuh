@@ -147,6 +147,14 @@ template <>
 DEVICE float from_float<float>(float v) {
     return v;
 }
+// Two bf16 times two, each product rounded to nearest even; subnormals are numbers.
+DEVICE u32 multiply_bf16(u32 a, u32 b) {
+    u32 r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+    return r;
+}
+// Four bytes, the i-th being that which nibble i of `which` names: 0 to 3 of `v`, 4 for 0.
+DEVICE u32 permuted(u32 v, u32 which) { return __byte_perm(v, 0, which); }
 // e4m3 (no infinity, saturating, NaN kept) and back.
 DEVICE u8 to_e4m3(float v) {
     u16 r;

@@ -6,12 +6,19 @@
 // Scores and weights live in registers. Tiles start at multiples of KEYS; those that no query sees are not visited, those that
 // no query of a warp sees cost it nothing, and only those at an edge are masked.
 //
-// Defines: KV_TYPE; SOURCE; WIDTH, the padded head width; VALUES, the padded value columns of a pass; WARPS; SPREAD, times 16
+// Keys and values in e4m3 (CODES 1, over pages, with queries of bf16) come as they lie and are made bf16 once they are there, which is
+// exact; their scales meet scores, and weights before these meet values.
+//
+// Defines: KV_TYPE; CODES; SOURCE; WIDTH, the padded head width; VALUES, the padded value columns of a pass; WARPS; SPREAD, times 16
 // rows of a warp; KEYS of a tile, 32 or 64; GENERAL 1 where a soft cap or slopes change scores; over blocks SCORES, SCORE_0 ..,
 // MASKS, MASK_0 .. (mods.cuh), and WHOLE 1 where a tile's keys are neighbours in the sequence; RESIDENT blocks an SM.
+#include "codes.cuh"
 #include "mods.cuh"
 #include "tile.cuh"
 
+#ifndef CODES
+#define CODES 0
+#endif
 #ifndef WHOLE
 #define WHOLE 0
 #endif
@@ -44,6 +51,9 @@ constexpr u32 THREADS = 32 * WARPS;
 constexpr u32 WARP_ROWS = 16 * SPREAD, QUERIES = WARPS * WARP_ROWS;
 constexpr u32 K_BYTES = KEYS * WIDTH * 2, V_BYTES = KEYS * VALUES * 2, STAGE = K_BYTES + V_BYTES;
 constexpr u32 Q_BYTES = QUERIES * WIDTH * 2;
+// Of codes there is one stage as products read it, and two as codes lie.
+constexpr u32 SIZE = CODES ? 1 : 2, CODE_BYTES = KEYS * (WIDTH + VALUES), SCALED = CODES ? KEYS : 1;
+static_assert(!CODES || (SOURCE == PAGES && KV_TYPE == 1), "what codes are served for");
 constexpr u32 STEPS = WIDTH / 16, COLUMNS = VALUES / 8, TILES = KEYS / 8;
 constexpr bool MODDED = SOURCE == BLOCKS && SCORES + MASKS > 0;
 // The score mods that only hide keys are taken for masks; whether some hides, and whether some does more.
@@ -78,6 +88,7 @@ struct Addresses {
     i32 index[KEYS];
     u32 partial[KEYS / 32];  // bits of keys of which a mask decides
     i32 last[KEYS / 32];     // the largest index
+    float k_scale[SCALED], v_scale[SCALED];  // of codes
 };
 // What the block works on; kept here and not in registers, which scores and sums fill.
 struct Desk {
@@ -105,7 +116,7 @@ struct Room {
 };
 
 // As exec/heads.rs asks for it.
-constexpr u32 ROOM = 3 * (20 * KEYS + KEYS / 4) + 16 * QUERIES + 32 * WARPS + 20 * SPREAD * THREADS + 544;
+constexpr u32 ROOM = 3 * (20 * KEYS + KEYS / 4) + (CODES ? 24 * KEYS : 0) + 16 * QUERIES + 32 * WARPS + 20 * SPREAD * THREADS + 544;
 static_assert(sizeof(Room) <= ROOM, "exec/heads.rs gives a block this much");
 
 // Lays an item on the desk. The other functions of the desk go on from there; one thread calls them.
@@ -118,7 +129,7 @@ DEVICE void open(const Attend& p, Desk& desk) {
     desk.lanes = desk.item.q_count * (p.H / p.G);
     desk.reach = reach_of(p, desk.row, desk.item);
     desk.q = queries_of<SOURCE>(p, desk.row, desk.item.q_begin, desk.item.kv_head_begin, 2);
-    desk.keys = keys_of<SOURCE>(p, desk.member.row, desk.row, desk.item.kv_head_begin, 2);
+    desk.keys = keys_of<SOURCE>(p, desk.member.row, desk.row, desk.item.kv_head_begin, SIZE);
 }
 // What the query vectors in turn reach together.
 DEVICE void reach_out(const Attend& p, Desk& desk) {
@@ -149,13 +160,15 @@ struct Found {
     u64 at;
     i32 index;
     bool partial;
+    float scale;
 };
-DEVICE Found find(const Desk& desk, u32 base) {
+DEVICE Found find(const Attend& p, const Desk& desk, u32 base) {
     u32 key = base + thread_x() % KEYS;
-    Found found{0, -1, false};
+    Found found{0, -1, false, 1.0f};
     if (thread_x() < 2 * KEYS && key >= desk.reached.lo && key < desk.reached.hi) {
         Place2 place = key_at<SOURCE>(desk.keys, key);
-        found.at = thread_x() < KEYS ? place.k : place.v + 2 * desk.column;
+        found.at = thread_x() < KEYS ? place.k : place.v + SIZE * desk.column;
+        if (CODES) found.scale = key_scale(thread_x() < KEYS ? p.k_scales : p.v_scales, desk.keys, desk.item.kv_head_begin, key);
         if (MODDED) {
             Key of = block_key(desk.keys, key);
             found.index = of.index, found.partial = of.partial;
@@ -169,9 +182,11 @@ DEVICE void note(Addresses& to, const Found& found) {
     if (t >= 2 * KEYS) return;
     if (t >= KEYS) {
         to.v[t - KEYS] = found.at;
+        if (CODES) to.v_scale[t - KEYS] = found.scale;
         return;
     }
     to.k[t] = found.at;
+    if (CODES) to.k_scale[t] = found.scale;
     if (MODDED) {
         to.index[t] = found.index;
         u32 bits = ballot(found.partial), last = warp_max(u32(found.index + 1));
@@ -209,6 +224,46 @@ DEVICE void fetch(const Attend& p, const Addresses& of, u8* stage, u32 column) {
     }
 }
 
+// The same of codes, which come as they lie: rows of WIDTH bytes, then rows of VALUES bytes; zeros past their ends.
+DEVICE void fetch_codes(const Attend& p, const Addresses& of, u8* raw, u32 column) {
+    const bool whole = (p.flags & ALIGNED) && p.D % 16 == 0 && p.Dv % 16 == 0;
+    constexpr u32 K_CHUNKS = WIDTH / 16, V_CHUNKS = VALUES / 16;
+    const u32 width = p.Dv - column, thread = opaque(thread_x());
+    NO_UNROLL
+    for (u32 at = thread; at < KEYS * (K_CHUNKS + V_CHUNKS); at += THREADS) {
+        const bool value = at >= KEYS * K_CHUNKS;
+        const u32 n = value ? at - KEYS * K_CHUNKS : at, r = n / (value ? V_CHUNKS : K_CHUNKS), chunk = n % (value ? V_CHUNKS : K_CHUNKS);
+        const u64 row = value ? of.v[r] : of.k[r];
+        const u32 lanes = value ? width : p.D, first = chunk * 16;
+        u8* to = raw + at * 16;
+        if (whole) {
+            cp_async_16(to, reinterpret_cast<const void*>(row + first), row != 0 && first < lanes);
+            continue;
+        }
+        NO_UNROLL
+        for (u32 i = 0; i < 16; i++) to[i] = row != 0 && first + i < lanes ? reinterpret_cast<const u8*>(row)[first + i] : u8(0);
+    }
+}
+// Makes a tile of them.
+template <u32 W>
+DEVICE void widen_rows(u8* to, const u8* raw, u32 thread) {
+    constexpr u32 CHUNKS = W / 16;
+    UNROLL
+    for (u32 i = 0; i < KEYS * CHUNKS / THREADS; i++) {
+        const u32 at = i * THREADS + thread, r = at / CHUNKS, chunk = at % CHUNKS, turned = chunk / 4 % 2;
+        const U4 codes = load16(raw + at * 16);
+        // Half of the threads write their second piece first, so that none meets another in a bank.
+        const U4 first = widened(codes.x, codes.y), second = widened(codes.z, codes.w);
+        store16(chunk_at<W>(to, r, 2 * chunk + turned), turned ? second : first);
+        store16(chunk_at<W>(to, r, 2 * chunk + 1 - turned), turned ? first : second);
+    }
+}
+DEVICE void widen(u8* stage, const u8* raw) {
+    const u32 thread = opaque(thread_x());
+    widen_rows<WIDTH>(stage, raw, thread);
+    widen_rows<VALUES>(stage + K_BYTES, raw + KEYS * WIDTH, thread);
+}
+
 // The scores of a warp's rows against a tile.
 DEVICE void score(float (&x)[SPREAD][TILES][4], u8* queries, u8* keys) {
     const u32 thread = opaque(thread_x()), first = thread / 32 * WARP_ROWS, l = thread % 32;
@@ -242,7 +297,7 @@ struct Running {
 
 // Turns scores into weights and adds the values that they weigh; what was summed before shrinks first. Weights are made 16 keys
 // at a time, so that the units of exponentials and of products work side by side.
-DEVICE void add_values(Room& room, float (&x)[SPREAD][TILES][4], u8* values, Running& state) {
+DEVICE void add_values(Room& room, const Addresses& here, float (&x)[SPREAD][TILES][4], u8* values, Running& state) {
     const float factor = RAW ? room.factor : 1.0f;
     const u32 thread = opaque(thread_x()), l = thread % 32;
     float sum[SPREAD][2], m[SPREAD][2];
@@ -284,6 +339,7 @@ DEVICE void add_values(Room& room, float (&x)[SPREAD][TILES][4], u8* values, Run
                 float v = ex2(fused(x[s][n][2 * r], factor, -m[s][r]));
                 float w = ex2(fused(x[s][n][2 * r + 1], factor, -m[s][r]));
                 sum[s][r] += v + w;
+                if (CODES) v *= here.v_scale[8 * n + 2 * (l % 4)], w *= here.v_scale[8 * n + 2 * (l % 4) + 1];
                 a[s][i] = pack<T>(v, w);
             }
         }
@@ -443,6 +499,18 @@ DEVICE void step(const Attend& p, Room& room, u8* queries, u8* stage, u32 base, 
     }
     float x[SPREAD][TILES][4];
     score(x, queries, stage);
+    if (CODES) {
+        const u32 t = opaque(thread_x()) % 4;
+        UNROLL
+        for (u32 n = 0; n < TILES; n++) {
+            UNROLL
+            for (u32 i = 0; i < 2; i++) {
+                const float scale = here.k_scale[8 * n + 2 * t + i];
+                UNROLL
+                for (u32 s = 0; s < SPREAD; s++) x[s][n][i] *= scale, x[s][n][2 + i] *= scale;
+            }
+        }
+    }
     if (!RAW) change_scores(p, room, here, base, x);
     if (edge) {
         UNROLL
@@ -457,7 +525,7 @@ DEVICE void step(const Attend& p, Room& room, u8* queries, u8* stage, u32 base, 
             }
         }
     }
-    add_values(room, x, stage + K_BYTES, state);
+    add_values(room, here, x, stage + K_BYTES, state);
 }
 
 // Hands the states on, or finishes.
@@ -528,19 +596,25 @@ MSTAR_KERNEL(tile, Attend, THREADS, RESIDENT) {
         }
         u32 base = desk.reached.lo / KEYS * KEYS;
         {
-            Found found = find(desk, base);
+            Found found = find(p, desk, base);
             note(room.of[base / KEYS % 3], found);
-            found = find(desk, base + KEYS);
+            found = find(p, desk, base + KEYS);
             note(room.of[(base / KEYS + 1) % 3], found);
         }
         bring_queries<WIDTH, QUERIES, THREADS>(p, desk.q, queries, from, desk.lanes, group, scale.negate);
         block_sync();
-        if (base < desk.reached.hi) fetch(p, room.of[base / KEYS % 3], stages + base / KEYS % 2 * STAGE, desk.column);
+        u8* raw = stages + STAGE;
+        if (base < desk.reached.hi) {
+            if (CODES) fetch_codes(p, room.of[base / KEYS % 3], raw + base / KEYS % 2 * CODE_BYTES, desk.column);
+            else fetch(p, room.of[base / KEYS % 3], stages + base / KEYS % 2 * STAGE, desk.column);
+        }
         cp_async_commit();
         // What some row of the warp sees, and what all of them do.
         {
             Lane of = room.lanes[warp() * WARP_ROWS + lane() % WARP_ROWS];
             Bounds bounds{~warp_max(~of.lo), warp_max(of.hi), warp_max(of.lo), ~warp_max(~of.hi)};
+            // A warp without a row of the item sees nothing.
+            if (from + warp() * WARP_ROWS >= desk.lanes) bounds = Bounds{~0u, 0, 0, ~0u};
             if (lane() == 0) room.bounds[warp()] = bounds;
             warp_sync();
         }
@@ -560,13 +634,18 @@ MSTAR_KERNEL(tile, Attend, THREADS, RESIDENT) {
             block_sync();
             if (base + KEYS < desk.reached.hi) {
                 u32 next = base / KEYS + 1;
-                fetch(p, room.of[next % 3], stages + next % 2 * STAGE, desk.column);
+                if (CODES) fetch_codes(p, room.of[next % 3], raw + next % 2 * CODE_BYTES, desk.column);
+                else fetch(p, room.of[next % 3], stages + next % 2 * STAGE, desk.column);
             }
             cp_async_commit();
             // The address is on its way while the tile is taken; where mods are asked there is no register for it.
-            Found found = find(desk, base + 2 * KEYS);
+            Found found = find(p, desk, base + 2 * KEYS);
+            if (CODES) {
+                widen(stages, raw + base / KEYS % 2 * CODE_BYTES);
+                block_sync();
+            }
             if (MODDED) note(room.of[(base / KEYS + 2) % 3], found);
-            step(p, room, queries, stages + base / KEYS % 2 * STAGE, base, state);
+            step(p, room, queries, CODES ? stages : stages + base / KEYS % 2 * STAGE, base, state);
             if (!MODDED) note(room.of[(base / KEYS + 2) % 3], found);
         }
         cp_async_wait<0>();

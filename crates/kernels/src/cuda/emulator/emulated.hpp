@@ -395,6 +395,22 @@ template <class T>
 DEVICE u32 pack(float lo, float hi) {
     return u32(from_float<T>(lo).bits) | u32(from_float<T>(hi).bits) << 16;
 }
+DEVICE u32 multiply_bf16(u32 a, u32 b) {
+    u32 r = 0;
+    for (u32 i = 0; i < 2; i++) {
+        float x = to_float(Bf16{u16(a >> (16 * i))}), y = to_float(Bf16{u16(b >> (16 * i))});
+        r |= u32(from_float<Bf16>(x * y).bits) << (16 * i);
+    }
+    return r;
+}
+DEVICE u32 permuted(u32 v, u32 which) {
+    u32 r = 0;
+    for (u32 i = 0; i < 4; i++) {
+        u32 of = which >> (4 * i) & 7;
+        if (of < 4) r |= (v >> (8 * of) & 0xff) << (8 * i);
+    }
+    return r;
+}
 DEVICE u8 to_e4m3(float v) {
     u8 sign = float_bits(v) >> 24 & 0x80;
     if (v != v) return sign | 0x7f;

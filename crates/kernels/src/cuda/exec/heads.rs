@@ -6,7 +6,7 @@
 
 use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
-use crate::paged::{Stored, in_halves};
+use crate::paged::{Stored, in_codes, in_halves};
 use crate::work::WorkList;
 
 use super::Choice;
@@ -29,11 +29,15 @@ const RESERVED: u32 = 1024;
 /// The variant for a list's items of one kind; `None` where the plain kernel is to take them.
 pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Context) -> Option<Choice> {
     let geometry = &work.geometry;
-    if !in_halves(geometry) || context.arch() < (8, 0) {
+    let codes = in_codes(geometry) && work.stored == Stored::Heads;
+    if !(codes || in_halves(geometry)) || context.arch() < (8, 0) {
         return None;
     }
     let (width, values) = (geometry.head_dim_qk, geometry.head_dim_vo);
     let optin = context.shared_per_block_optin();
+    if codes {
+        return self::codes(work, walk, optin);
+    }
     let decodes = work.stored == Stored::Heads && walk == Walk::Few;
     // Keys of a tile that lies in one block are neighbours in the sequence, which mods of scores are told in fewer words; told key
     // by key, they leave a warp no registers for two times 16 rows.
@@ -56,6 +60,22 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
         }
     }
     Some(Choice { key, ..choice })
+}
+
+/// Keys and values in e4m3, of few query vectors and of many.
+fn codes(work: &WorkList, walk: Walk, optin: u32) -> Option<Choice> {
+    let geometry = &work.geometry;
+    let shape = Shape::of(geometry.head_dim_qk, geometry.head_dim_vo, MOST_VALUES)?;
+    let builds = if walk == Walk::Few { &CODES[..] } else { &CODES[1..] };
+    let scales = |build: &Build| 3 * 8 * build.keys;
+    let build =
+        builds.iter().find(|build| build.shared(&shape) + scales(build) <= share(optin, build.resident))?;
+    let variant = &work.variant;
+    let general = variant.logits_soft_cap.is_some() || variant.alibi;
+    let Choice { key, threads, shared } = build.choice(&shape);
+    let key =
+        key.with("KV_TYPE", 1).with("CODES", 1).with("GENERAL", general.into()).with("SOURCE", source(work));
+    Some(Choice { key, threads, shared: shared + scales(build) as u32 })
 }
 
 /// Padded widths.
@@ -139,7 +159,26 @@ const BUILDS: [Build; 5] = [
     Build { warps: 4, spread: 1, keys: 32, resident: 1 },
 ];
 
+/// Over codes, the first of those from a point on that fits: the first for few query vectors.
+const CODES: [Build; 4] = [
+    Build { warps: 4, spread: 1, keys: 64, resident: 2 },
+    Build { warps: 8, spread: 1, keys: 64, resident: 1 },
+    Build { warps: 8, spread: 1, keys: 32, resident: 1 },
+    Build { warps: 4, spread: 1, keys: 32, resident: 1 },
+];
+
 impl Build {
+    fn choice(&self, shape: &Shape) -> Choice {
+        let key = Key::new(Unit::TILE, "tile")
+            .with("WIDTH", shape.width as i64)
+            .with("VALUES", shape.values as i64)
+            .with("WARPS", self.warps as i64)
+            .with("SPREAD", self.spread as i64)
+            .with("KEYS", self.keys as i64)
+            .with("RESIDENT", self.resident.into());
+        Choice { key, threads: 32 * self.warps as u32, shared: self.shared(shape) as u32 }
+    }
+
     /// Bytes of shared memory: the queries, two tiles, and what `cu/tile.cu` calls its room.
     fn shared(&self, shape: &Shape) -> usize {
         let queries = 16 * self.warps * self.spread;
@@ -160,14 +199,7 @@ fn tile(width: usize, values: usize, optin: u32, most: usize) -> Option<Choice> 
         let fits = build.spread == 1 || build.spread <= most && shape.values <= 128;
         fits && build.shared(&shape) <= share(optin, build.resident)
     })?;
-    let key = Key::new(Unit::TILE, "tile")
-        .with("WIDTH", shape.width as i64)
-        .with("VALUES", shape.values as i64)
-        .with("WARPS", build.warps as i64)
-        .with("SPREAD", build.spread as i64)
-        .with("KEYS", build.keys as i64)
-        .with("RESIDENT", build.resident.into());
-    Some(Choice { key, threads: 32 * build.warps as u32, shared: build.shared(&shape) as u32 })
+    Some(build.choice(&shape))
 }
 
 #[cfg(test)]

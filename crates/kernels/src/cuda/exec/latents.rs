@@ -2,7 +2,9 @@
 
 use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
-use crate::paged::{LATENT_FEW_HEADS, LATENT_LANES, LATENT_TREE_HEADS, Stored, latents_in_tensors};
+use crate::paged::{
+    LATENT_FEW_HEADS, LATENT_LANES, LATENT_TREE_HEADS, Stored, latents_in_codes, latents_in_tensors,
+};
 use crate::work::{Item, WorkList};
 use crate::{Kernels, paged};
 
@@ -49,6 +51,9 @@ pub(super) fn hopper(
     most: usize,
     context: &Context,
 ) -> Option<Choice> {
+    if context.is_hopper() && latents_in_codes(geometry) {
+        return codes(geometry, most, context);
+    }
     if !context.is_hopper() || !latents_in_tensors(geometry) {
         return None;
     }
@@ -72,6 +77,24 @@ pub(super) fn hopper(
         .with("STAGES", stages as i64)
         .with("PIECES", most.div_ceil(rows).next_multiple_of(sure) as i64);
     Some(Choice { key, threads, shared: hopper_shared(rows, depth, width, stages) as u32 })
+}
+
+/// The Hopper's kernel over latents in e4m3, which has 64 query vectors a block whatever the heads.
+fn codes(geometry: &paged::Geometry, most: usize, context: &Context) -> Option<Choice> {
+    const ROWS: usize = 64;
+    const BLOCK: usize = ROWS * 64 * 2;
+    let depth = geometry.head_dim_qk.next_multiple_of(64);
+    let sure = geometry.num_qo_heads.div_ceil(ROWS);
+    let key = Key::new(Unit::LATENT_CODES, "latent_codes")
+        .with("DEPTH", depth as i64)
+        .with("PIECES", most.div_ceil(ROWS).next_multiple_of(sure) as i64);
+    // As `SHARED_BYTES` in `cu/latent_codes.cu`: queries, two tiles, weights, scales of both tiles, factors, what groups tell each other.
+    let shared = 3 * (depth / 64) * BLOCK + BLOCK + 2 * 4 * 64 * 4 + ROWS * 4 + 320;
+    (shared <= context.shared_per_block_optin() as usize).then_some(Choice {
+        key,
+        threads: 384,
+        shared: shared as u32,
+    })
 }
 
 /// As `SHARED_BYTES` in `cu/latent_few.cu`, or `cu/latent_wide.cu` for 64 rows: queries, tiles, weights, what warps tell each other,

@@ -7,7 +7,7 @@ use crate::cuda::jit::{self, Key, Unit};
 use crate::cuda::{Context, Function, Launch, launch};
 use crate::dsa::{DeviceTable, FEW_QUERIES};
 use crate::mla::Geometry;
-use crate::{Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
+use crate::{DType, Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
 
 use super::params::{ALIGNED, Attend, Place, View, Walk, number};
 use super::{Choice, latents};
@@ -155,6 +155,8 @@ struct Kinds {
 /// most; with few, one row alone is to be many blocks.
 fn leaf_of(geometry: &Geometry, listed: bool) -> usize {
     match geometry.num_qo_heads {
+        // Codes take a block long, which a row alone has to wait for.
+        _ if geometry.kv_dtype == DType::E4m3 => LEAF,
         65.. if listed => 4 * LEAF,
         33.. if listed => 2 * LEAF,
         _ => LEAF,
@@ -197,9 +199,11 @@ pub(crate) fn prepare(device: Device, geometry: &Geometry, kernels: Kernels) -> 
     let Kinds { picks, over, list } = choose(geometry, kernels, Context::of(device)?);
     let entry = |entry| Key { entry, ..picks.clone() };
     let mut keys = vec![entry("picks_order")];
-    match &over {
-        Some(_) => keys.push(entry("picks_merge")),
-        None => keys.push(entry("picks_plain")),
+    if over.is_some() || list.is_some() {
+        keys.push(entry("picks_merge"));
+    }
+    if over.is_none() {
+        keys.push(entry("picks_plain"));
     }
     keys.extend([over, list].into_iter().flatten().map(|choice| choice.key));
     jit::prepare(device, &keys)
@@ -285,11 +289,14 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
     };
     let order = entry("picks_order")?;
     let slices = |width: usize| c.div_ceil(width) * geometry.num_qo_heads;
-    let Some(over) = over else {
-        put(&order, &params, rows, 8, 256, ORDER_SHARED)?;
-        return put(&entry("picks_plain")?, &params, rows * slices(1024), 8, 256, 256);
+    let (choice, listed) = match (&list, &over) {
+        (Some(list), _) => (list, true),
+        (None, Some(over)) => (over, false),
+        (None, None) => {
+            put(&order, &params, rows, 8, 256, ORDER_SHARED)?;
+            return put(&entry("picks_plain")?, &params, rows * slices(1024), 8, 256, 256);
+        }
     };
-    let (choice, listed) = list.as_ref().map_or((&over, false), |list| (list, true));
     let (attend, merge) = (jit::function(device, &choice.key)?, entry("picks_merge")?);
     let each = attend.blocks_per_sm(choice.threads, choice.shared)?.max(1) as usize;
     // A list lies behind the states, at a multiple of 64.

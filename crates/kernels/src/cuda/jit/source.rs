@@ -82,6 +82,9 @@ impl Unit {
     /// As before.
     pub const LATENT_WIDE: Unit = unit!("latent_wide.cu");
 
+    /// Over latents in e4m3, on a Hopper.
+    pub const LATENT_CODES: Unit = unit!("latent_codes.cu");
+
     /// Index scores.
     pub const SCORES: Unit = unit!("scores.cu");
     /// The same, on Hopper.
@@ -104,6 +107,7 @@ impl Unit {
         Unit::LATENT,
         Unit::LATENT_FEW,
         Unit::LATENT_WIDE,
+        Unit::LATENT_CODES,
         Unit::SCORES,
         Unit::SCORES_WIDE,
         Unit::TOPK,

@@ -84,20 +84,20 @@ fn latents_in_codes_have_the_oracles_numbers_on_a_device() {
 fn f_fp8_a_scale_on_a_device_is_its_own_groups_and_tokens_alone() {
     let Some(own) = stream("a_scale_on_a_device") else { return };
     let stream = &own.stream();
-    for h in [2, 40] {
-        let shape = Shape { h, c: 256, e: 2, s: 8 };
+    for (h, c, e) in [(2, 256, 2), (16, 512, 64)] {
+        let shape = Shape { h, c, e, s: 8 };
         let stored = Stored::<bf16>::new(shape, CAUSAL, &[row(1, 40), row(1, 30)]);
         let before = stored.on_device(stream);
-        let bytes = fp8::latent_bytes(256, 2);
-        for group in 0..2 {
+        let bytes = fp8::latent_bytes(c, e);
+        for group in 0..c / 128 {
             let mut changed = Stored { batch: stored.batch.clone(), bytes: stored.bytes.clone() };
-            let at = stored.slot(0, 11) * bytes + 256 + 4 * group;
+            let at = stored.slot(0, 11) * bytes + c + 4 * group;
             let scale = f32::from_ne_bytes(changed.bytes[at..at + 4].try_into().unwrap());
             changed.bytes[at..at + 4].copy_from_slice(&(3.0 * scale).to_ne_bytes());
             let after = changed.on_device(stream);
             changed.check_on(stream);
-            assert!(after.o[..h * 256] != before.o[..h * 256]);
-            assert_eq!(after.o[h * 256..], before.o[h * 256..]);
+            assert!(after.o[..h * c] != before.o[..h * c]);
+            assert_eq!(after.o[h * c..], before.o[h * c..]);
         }
     }
 }
@@ -106,14 +106,19 @@ fn f_fp8_a_scale_on_a_device_is_its_own_groups_and_tokens_alone() {
 #[test]
 fn f_fp8_scales_of_latents_far_apart_lose_nothing_to_each_other() {
     let Some(own) = stream("scales_of_latents_far_apart") else { return };
-    for (h, by) in [(2, 1e-10f32), (40, 1e-10), (2, 1e10), (40, 1.0)] {
+    for (h, c, e, by) in [
+        (2, 256, 2, 1e-10f32),
+        (40, 512, 0, 1e-10),
+        (2, 256, 2, 1e10),
+        (5, 512, 64, 1e10),
+        (40, 512, 64, 1.0),
+    ] {
         let variant = Variant { sm_scale: 0.01 / by.max(1.0), ..CAUSAL };
-        let mut stored =
-            Stored::<bf16>::new(Shape { h, c: 256, e: 2, s: 8 }, variant, &[row(1, 90), row(2, 33)]);
-        let bytes = fp8::latent_bytes(256, 2);
+        let mut stored = Stored::<bf16>::new(Shape { h, c, e, s: 8 }, variant, &[row(1, 90), row(2, 33)]);
+        let bytes = fp8::latent_bytes(c, e);
         for (slot, token) in stored.bytes.chunks_exact_mut(bytes).enumerate() {
-            for group in 0..2 {
-                let at = 256 + 4 * group;
+            for group in 0..c / 128 {
+                let at = c + 4 * group;
                 let scale = f32::from_ne_bytes(token[at..at + 4].try_into().unwrap());
                 let scale = scale * by * 10f32.powi((slot + 3 * group) as i32 % 7 - 3);
                 token[at..at + 4].copy_from_slice(&scale.to_ne_bytes());
@@ -126,15 +131,44 @@ fn f_fp8_scales_of_latents_far_apart_lose_nothing_to_each_other() {
 #[test]
 fn f_fp8_nan_encodings_on_a_device_are_nan_where_they_are_seen() {
     let Some(own) = stream("nan_encodings_on_a_device") else { return };
-    for h in [2, 40] {
+    for (h, c, e) in [(2, 64, 2), (5, 512, 64)] {
         for code in [0x7f, 0xff] {
-            let mut stored =
-                Stored::<bf16>::new(Shape { h, c: 64, e: 2, s: 8 }, CAUSAL, &[row(1, 40), row(1, 30)]);
+            let mut stored = Stored::<bf16>::new(Shape { h, c, e, s: 8 }, CAUSAL, &[row(1, 40), row(1, 30)]);
             let slot = stored.slot(1, 5);
-            stored.bytes[slot * fp8::latent_bytes(64, 2) + 9] = code;
+            stored.bytes[slot * fp8::latent_bytes(c, e) + 9] = code;
             let got = stored.on_device(&own.stream());
-            assert!(got.o[..h * 64].iter().all(|x| x.to_f32().is_finite()));
-            assert!(got.o[h * 64..].iter().all(|x| x.to_f32().is_nan()));
+            assert!(got.o[..h * c].iter().all(|x| x.to_f32().is_finite()));
+            assert!(got.o[h * c..].iter().all(|x| x.to_f32().is_nan()));
         }
+    }
+}
+
+/// Tokens that start at any address, and a row's bits whoever it is beside.
+#[test]
+fn latents_in_codes_have_the_bits_of_their_rows_alone() {
+    let Some(own) = stream("bits_of_rows_alone") else { return };
+    let stream = &own.stream();
+    let shape = Shape { h: 18, c: 512, e: 64, s: 16 };
+    let all = Stored::<bf16>::new(shape, CAUSAL, &[row(1, 600), row(3, 75), row(1, 64)]);
+    let together = all.on_device(stream);
+    for (at, first, tokens) in [(0, 0, 1), (1, 1, 3), (2, 4, 1)] {
+        let mut alone = Stored { batch: all.batch.clone(), bytes: all.bytes.clone() };
+        let batch = &mut alone.batch;
+        let pages = batch.kv_indptr[at] as usize..batch.kv_indptr[at + 1] as usize;
+        batch.kv_indices = batch.kv_indices[pages].to_vec();
+        batch.kv_indptr = vec![0, batch.kv_indices.len() as i32];
+        batch.qo_indptr = vec![0, tokens as i32];
+        batch.kv_last_page_len = vec![batch.kv_last_page_len[at]];
+        batch.kv_offset = vec![batch.kv_offset[at]];
+        batch.page_start = vec![batch.page_start[at]];
+        let of = |numbers: &[bf16], width: usize| {
+            numbers[first * 18 * width..(first + tokens) * 18 * width].to_vec()
+        };
+        (batch.q_nope, batch.q_pe) = (of(&batch.q_nope, 512), of(&batch.q_pe, 64));
+        let want = batch::Result {
+            o: of(&together.o, 512),
+            lse: together.lse[first * 18..(first + tokens) * 18].to_vec(),
+        };
+        same_bits(&alone.on_device(stream), &want, "its company");
     }
 }
