@@ -449,6 +449,7 @@ mod tests {
             d: D,
             page: S,
             dtype: DType::F32,
+            codes: false,
             cascade: true,
         };
         assert_eq!(base.tables().pages, 4);
