@@ -41,6 +41,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("tile.cuh"),
     file!("arrive.cuh"),
     file!("table.cuh"),
+    file!("order.cuh"),
     file!("scores.cuh"),
     file!("sparse.cuh"),
     // For a host compiler alone.

@@ -60,23 +60,26 @@ fn selected(batch: &Batch, rows: usize) -> (Vec<i32>, Vec<f32>) {
     let mut scores = put(&stream, TensorRef::from_slice(&vec![f32::NAN; t * n], &[t, n]).unwrap());
     let bytes = dsa::select_workspace_bytes_on(CARD, rows, on.max_keys(), h, d, k, 1);
     let mut workspace = Buffer::zeroed_on(CARD, bytes.max(1)).unwrap();
-    let params = SelectParams {
-        q: q.tensor(0, batch.q_dtype, &[t, h, d]).unwrap(),
-        weights: w.tensor(0, DType::F32, &[t, h]).unwrap(),
-        keys: keys.tensor(0, batch.format.dtype(), &shape).unwrap(),
-        format: batch.format,
-        row_request: &row_request,
-        positions: &positions,
-        kv_indptr: &pool.kv_indptr,
-        kv_indices: &pool.kv_indices,
-        page_start: &pool.page_start,
-        kv_lens: &pool.kv_lens,
-        topk: k,
-        selection: picks.tensor_mut(0, DType::I32, &[t, k]).unwrap(),
-        workspace: workspace.tensor_mut(0, DType::U8, &[bytes]).unwrap(),
-        workers: 1,
-    };
-    dsa::select_at(&stream, &on, params).unwrap();
+    // What a run counts in is as it was before.
+    for _ in 0..2 {
+        let params = SelectParams {
+            q: q.tensor(0, batch.q_dtype, &[t, h, d]).unwrap(),
+            weights: w.tensor(0, DType::F32, &[t, h]).unwrap(),
+            keys: keys.tensor(0, batch.format.dtype(), &shape).unwrap(),
+            format: batch.format,
+            row_request: &row_request,
+            positions: &positions,
+            kv_indptr: &pool.kv_indptr,
+            kv_indices: &pool.kv_indices,
+            page_start: &pool.page_start,
+            kv_lens: &pool.kv_lens,
+            topk: k,
+            selection: picks.tensor_mut(0, DType::I32, &[t, k]).unwrap(),
+            workspace: workspace.tensor_mut(0, DType::U8, &[bytes]).unwrap(),
+            workers: 1,
+        };
+        dsa::select_at(&stream, &on, params).unwrap();
+    }
     let mut nothing = Buffer::zeroed_on(CARD, 1).unwrap();
     let params = ScoresParams {
         q: q.tensor(0, batch.q_dtype, &[t, h, d]).unwrap(),
@@ -143,6 +146,22 @@ fn long_rows_are_picked_over_several_blocks_as_on_the_cpu() {
     for topk in [300, 4096, 1] {
         batch.topk = topk;
         assert_eq!(selected(&batch, 4).0, batch.select(), "{topk}");
+    }
+}
+
+#[test]
+fn one_row_alone_is_counted_as_it_is_scored() {
+    for (format, q_dtype) in
+        [(KeyFormat::Bf16, DType::Bf16), (KeyFormat::Fp8, DType::Bf16), (KeyFormat::F32, DType::F32)]
+    {
+        let mut batch = Batch::random(37, 3, 16, &[(9000, 5)]).whole();
+        (batch.format, batch.q_dtype) = (format, q_dtype);
+        batch.row(0, 8990);
+        let mut batch = batch.whole();
+        for topk in [2048, 9000, 7] {
+            batch.topk = topk;
+            assert_eq!(selected(&batch, 1).0, batch.select(), "{format:?} {topk}");
+        }
     }
 }
 
