@@ -166,7 +166,10 @@ fn decode() -> Vec<Key> {
         [1, 512, 256, 16, 2, 1, 1],
     ];
     let names = ["KV_TYPE", "WIDTH", "VALUES", "ROWS", "STAGES", "GENERAL", "RESIDENT"];
-    SOME.iter().map(|values| with_all(Key::new(Unit::DECODE, "decode"), names, *values)).collect()
+    // Of codes.
+    const CODES: [[i64; 7]; 2] = [[1, 128, 128, 16, 3, 0, 2], [1, 64, 64, 32, 4, 1, 2]];
+    let of = |values: &[i64; 7]| with_all(Key::new(Unit::DECODE, "decode"), names, *values);
+    SOME.iter().map(of).chain(CODES.iter().map(|values| of(values).with("CODES", 1))).collect()
 }
 
 /// Many query vectors: each width of a head, each source, a soft cap once.
@@ -186,7 +189,7 @@ fn tile() -> Vec<Key> {
     let mut keys: Vec<Key> =
         SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect();
     // Of codes.
-    for values in [[1, 0, 128, 128, 4, 1, 64, 0, 2], [1, 0, 256, 256, 8, 1, 32, 1, 1]] {
+    for values in [[1, 0, 128, 128, 8, 1, 64, 0, 1], [1, 0, 256, 256, 8, 1, 32, 1, 1]] {
         keys.push(with_all(Key::new(Unit::TILE, "tile"), names, values).with("CODES", 1));
     }
     // Over blocks, the mods that need most registers: score mods, then mask mods, as `cu/mods.cuh` numbers them.

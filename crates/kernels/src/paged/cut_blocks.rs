@@ -11,7 +11,9 @@ use crate::Kernels;
 use crate::plan::Schedule;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, Task, WorkList};
 
-use super::family::{LATENT_LEAVES, LATENT_TREE_HEADS, in_halves, latent_tokens, latents_in_tensors};
+use super::family::{
+    LATENT_LEAVES, LATENT_TREE_HEADS, in_codes, in_halves, latent_tokens, latents_in_tensors,
+};
 use super::schedule::{leaves, visible};
 use super::{Family, Geometry, Stored};
 
@@ -162,10 +164,12 @@ pub(crate) fn cut_tokens(geometry: &Geometry, stored: Stored) -> usize {
 
 /// Leaves, as a power of two, that an item of the decode kernel takes; `None` for a list that it does not take.
 fn level(list: &WorkList) -> Option<u32> {
-    if list.stored != Stored::Heads || !in_halves(&list.geometry) {
+    if list.stored != Stored::Heads || !(in_halves(&list.geometry) || in_codes(&list.geometry)) {
         return None;
     }
-    if list.schedule == Schedule::Throughput {
+    // Wide heads of codes are for another kernel where a block has less memory than a Hopper's.
+    let width = list.geometry.head_dim_qk.max(list.geometry.head_dim_vo);
+    if list.schedule == Schedule::Throughput || in_codes(&list.geometry) && width > 128 {
         return Some(0);
     }
     #[cfg(all(test, feature = "cuda"))]

@@ -77,8 +77,7 @@ pub(crate) fn in_halves(geometry: &Geometry) -> bool {
     half && geometry.q_dtype == geometry.kv_dtype && width <= 512
 }
 
-/// Whether they are codes that the tile kernel makes bf16 of, beside queries of bf16.
-#[cfg(feature = "cuda")]
+/// Whether they are codes that those kernels make bf16 of, beside queries of bf16.
 pub(crate) fn in_codes(geometry: &Geometry) -> bool {
     let width = geometry.head_dim_qk.max(geometry.head_dim_vo);
     (geometry.q_dtype, geometry.kv_dtype) == (DType::Bf16, DType::E4m3) && width <= 512

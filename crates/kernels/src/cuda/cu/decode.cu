@@ -5,10 +5,14 @@
 // in fixed order, and leaves along their tree. A ring of tiles is kept in flight by cp.async, over the borders of leaves and items
 // too, so that it never drains. Page ids are asked for a tile before they are needed.
 //
-// Defines: KV_TYPE; WIDTH, the padded head width; VALUES, the padded value columns of a pass; ROWS 16, 32, 64; STAGES of the
+// Keys and values in e4m3 (CODES 1, with queries of bf16) come into the ring as they lie, and each warp makes bf16 of its own once they are
+// there, which is exact; their scales meet scores, and weights before these meet values.
+//
+// Defines: KV_TYPE; CODES; WIDTH, the padded head width; VALUES, the padded value columns of a pass; ROWS 16, 32, 64; STAGES of the
 // ring; GENERAL 1 where a soft cap or slopes change scores; RESIDENT blocks an SM.
 #include "arrive.cuh"
 #include "cap.cuh"
+#include "codes.cuh"
 #include "tile.cuh"
 
 constexpr u32 THREADS = 128;
@@ -16,7 +20,15 @@ constexpr u32 SHARERS = ROWS / 16;        // warps that share a group of keys, 1
 constexpr u32 GROUPS = 4 / SHARERS;       // groups of warps, each with its own keys of a tile
 constexpr u32 KEYS = 16 * SHARERS;        // keys of a tile that a group takes
 constexpr u32 SLICE = 64;                 // value columns that are joined at a time
-constexpr u32 K_BYTES = 64 * WIDTH * 2, V_BYTES = 64 * VALUES * 2, STAGE = K_BYTES + V_BYTES;
+#ifndef CODES
+#define CODES 0
+#endif
+static_assert(!CODES || KV_TYPE == 1, "what codes are served for");
+// A tile as products read it; in the ring; beside the ring, of codes a tile as products read it, and a scale for each key and value of
+// the ring.
+constexpr u32 SIZE = CODES ? 1 : 2, K_BYTES = 64 * WIDTH * 2, V_BYTES = 64 * VALUES * 2;
+constexpr u32 STAGE = (K_BYTES + V_BYTES) / 2 * SIZE, SCALES_AT = STAGES * STAGE + K_BYTES + V_BYTES;
+constexpr u32 RING_BYTES = CODES ? SCALES_AT + STAGES * 2 * 64 * 4 : STAGES * STAGE;
 constexpr u32 Q_BYTES = ROWS * WIDTH * 2, JOIN_BYTES = 4 * 16 * SLICE * 4;
 constexpr bool HELD = WIDTH <= 128;       // queries are held in registers, and lie where states are joined afterwards
 constexpr u32 JOIN_AT = HELD ? 0 : Q_BYTES;
@@ -90,8 +102,8 @@ DEVICE void begin(const Attend& p, Fetch& f, const Task& task) {
     const u32 offset_of = task.kv_offset;
     f.lo = task.lo, f.hi = task.hi, f.masked = task.mask_words != 0;
     f.even = ((p.S | offset_of) & 15) == 0;
-    f.k = p.k.at + u64(i64(task.head) * p.k.stride[2] * 2);
-    f.v = p.v.at + u64((i64(task.head) * p.v.stride[2] + f.column) * 2);
+    f.k = p.k.at + u64(i64(task.head) * p.k.stride[2] * SIZE);
+    f.v = p.v.at + u64((i64(task.head) * p.v.stride[2] + f.column) * SIZE);
     f.tile = f.lo / 64, f.tile_end = (f.hi + 63) / 64;
     // A tile may begin before the first page does.
     u32 key = f.tile * 64 + 16 * warp() + (lane() & 15);
@@ -147,16 +159,63 @@ DEVICE void bring_lanes(u8* tile, u32 first, u32 l, u64 at, u32 width, bool whol
         }
     }
 }
+// The same of codes, which keep the order that they have: rows of W bytes.
+template <u32 W>
+DEVICE void bring_codes(u8* rows, u32 first, u32 l, u64 at, u32 width, bool whole) {
+    constexpr u32 CHUNKS = W / 16;
+    NO_UNROLL
+    for (u32 n = l; n < 16 * CHUNKS; n += 32) {
+        const u32 r = n / CHUNKS, from = n % CHUNKS * 16;
+        const u64 row = u64(shfl_idx(u32(at), r)) | u64(shfl_idx(u32(at >> 32), r)) << 32;
+        u8* to = rows + (first + r) * W + from;
+        if (whole) {
+            cp_async_16(to, reinterpret_cast<const void*>(row + from), row != 0 && from < width);
+        } else {
+            NO_UNROLL
+            for (u32 i = 0; i < 16; i++) to[i] = row != 0 && from + i < width ? reinterpret_cast<const u8*>(row)[from + i] : u8(0);
+        }
+    }
+}
+// Makes a warp's 16 rows of a tile of them.
+template <u32 W>
+DEVICE void widen_rows(u8* to, const u8* rows, u32 first, u32 l) {
+    constexpr u32 CHUNKS = W / 16;
+    UNROLL
+    for (u32 i = 0; i < 16 * CHUNKS / 32; i++) {
+        const u32 n = i * 32 + l, r = first + n / CHUNKS, chunk = n % CHUNKS, turned = chunk / 4 % 2;
+        const U4 codes = load16(rows + r * W + chunk * 16);
+        // Half of the lanes write their second piece first, so that none meets another in a bank.
+        const U4 one = widened(codes.x, codes.y), two = widened(codes.z, codes.w);
+        store16(chunk_at<W>(to, r, 2 * chunk + turned), turned ? two : one);
+        store16(chunk_at<W>(to, r, 2 * chunk + 1 - turned), turned ? one : two);
+    }
+}
+// Starts the copy of a scale for each of the warp's 16 keys, or 1 where nothing is seen; half of the lanes those of keys.
+DEVICE void bring_scales(const Attend& p, const Fetch& f, float* scales) {
+    const View& from = lane() < 16 ? p.k_scales : p.v_scales;
+    float* to = scales + (lane() < 16 ? 0 : 64) + warp() * 16 + lane() % 16;
+    if (!f.seen) {
+        *to = 1.0f;
+        return;
+    }
+    const i64 head = task_of(p, f.index).head;
+    cp_async_4(to, reinterpret_cast<const float*>(from.at) + i64(f.page) * from.stride[0] + i64(f.slot) * from.stride[1] + head * from.stride[2]);
+}
+
 // Starts the copies of this warp's 16 keys and values of the next tile, and closes their group; an empty one past the end.
-DEVICE void fetch(const Attend& p, Fetch& f, u8* stage, bool whole) {
+DEVICE void fetch(const Attend& p, Fetch& f, u8* stage, float* scales, bool whole) {
     if (f.index < f.end) {
         const u32 thread = opaque(thread_x()), l = thread % 32, first = thread / 32 * 16;
         const u32 width = p.Dv - f.column, r = l % 16;
-        const i64 k_slot = p.k.stride[1] * 2, v_slot = p.v.stride[1] * 2;
+        const i64 k_slot = p.k.stride[1] * SIZE, v_slot = p.v.stride[1] * SIZE;
         const i64 page = f.page, slot = f.slot;
-        u64 k = f.k + u64(page * p.k.stride[0] * 2 + slot * k_slot);
-        u64 v = f.v + u64(page * p.v.stride[0] * 2 + slot * v_slot);
-        if (whole && f.together && u64(k_slot | v_slot) < 1u << 27) {
+        u64 k = f.k + u64(page * p.k.stride[0] * SIZE + slot * k_slot);
+        u64 v = f.v + u64(page * p.v.stride[0] * SIZE + slot * v_slot);
+        if (CODES) {
+            bring_codes<WIDTH>(stage, first, l, f.seen ? k : 0, p.D, whole);
+            bring_codes<VALUES>(stage + STAGE / (WIDTH + VALUES) * WIDTH, first, l, f.seen ? v : 0, width, whole);
+            bring_scales(p, f, scales);
+        } else if (whole && f.together && u64(k_slot | v_slot) < 1u << 27) {
             bring_rows<WIDTH>(stage, first, l, k - r * u32(k_slot), u32(k_slot), p.D);
             bring_rows<VALUES>(stage + K_BYTES, first, l, v - r * u32(v_slot), u32(v_slot), width);
         } else {
@@ -167,6 +226,9 @@ DEVICE void fetch(const Attend& p, Fetch& f, u8* stage, bool whole) {
     }
     cp_async_commit();
 }
+
+// The scales of a tile of the ring: of 64 keys, then of 64 values.
+DEVICE float* scales_of(u8* memory, u32 slot) { return reinterpret_cast<float*>(memory + (CODES ? SCALES_AT : 0)) + slot * 128; }
 
 // Waits for the warps that share this warp's keys.
 DEVICE void sharers_sync() {
@@ -199,7 +261,7 @@ struct Lanes {
     u32 whole_lo, whole_hi;  // a tile within is seen whole by every row
 };
 
-DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float factor, u8* stage, u8* queries,
+DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float factor, u8* stage, const float* scales, u8* queries,
                    const u32 (&held)[HELD ? STEPS : 1][4], u32 tile, Running& s) {
     const u32 thread = opaque(thread_x()), l = thread % 32, t = l % 4;
     const u32 rows = 16 * (thread / 32 % SHARERS), first = KEYS * (thread / 32 / SHARERS);
@@ -222,6 +284,13 @@ DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float fa
             load_k<WIDTH>(b, c, stage, first + 8 * n, k, l);
             mma<T>(x[n], a, b);
             mma<T>(x[n + 1], a, c);
+        }
+    }
+    if (CODES) {
+        UNROLL
+        for (u32 n = 0; n < TILES; n++) {
+            UNROLL
+            for (u32 i = 0; i < 4; i++) x[n][i] *= scales[first + 8 * n + 2 * t + i % 2];
         }
     }
     u32 base = tile * 64 + first;
@@ -281,6 +350,13 @@ DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float fa
         for (u32 n = 0; n < COLUMNS; n++) {
             UNROLL
             for (u32 i = 0; i < 4; i++) s.o[n][i] *= shrink[i / 2];
+        }
+    }
+    if (CODES) {
+        UNROLL
+        for (u32 n = 0; n < TILES; n++) {
+            UNROLL
+            for (u32 i = 0; i < 4; i++) x[n][i] *= scales[64 + first + 8 * n + 2 * t + i % 2];
         }
     }
     UNROLL
@@ -548,9 +624,9 @@ DEVICE u32 joins_of(const Task& task, u32 leaf) {
 
 MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
     SHARED(memory);
-    u8* area = memory + STAGES * STAGE;
+    u8* area = memory + RING_BYTES;
     float* sums = reinterpret_cast<float*>(area + AREA);
-    const bool whole = (p.flags & ALIGNED) && p.D % 8 == 0 && p.Dv % 8 == 0;
+    const bool whole = (p.flags & ALIGNED) && p.D % (16 / SIZE) == 0 && p.Dv % (16 / SIZE) == 0;
     const u32 heads = p.H / p.G;
     const Scale scale = scale_of<GENERAL>(p);
     const float factor = GENERAL ? 1.0f : scale.factor;
@@ -608,12 +684,20 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
                 leaf_end = least(tile_end, (tile / tiles + 1) * tiles);
             }
             cp_async_wait<STAGES - 1>();
+            if (CODES) {
+                const u32 thread = opaque(thread_x()), l = thread % 32, first = thread / 32 * 16;
+                u8 *rows = memory + slot * STAGE, *to = memory + STAGES * STAGE;
+                warp_sync();
+                widen_rows<WIDTH>(to, rows, first, l);
+                widen_rows<VALUES>(to + K_BYTES, rows + STAGE / (WIDTH + VALUES) * WIDTH, first, l);
+            }
             sharers_sync();
-            attend(p, job, of, factor, memory + slot * STAGE, area, held, tile, state);
+            attend(p, job, of, factor, CODES ? memory + STAGES * STAGE : memory + slot * STAGE, scales_of(memory, slot), area, held, tile,
+                   state);
             sharers_sync();
             tile++;
         }
-        fetch(p, ahead, memory + slot * STAGE, whole);
+        fetch(p, ahead, memory + slot * STAGE, scales_of(memory, slot), whole);
         slot = slot + 1 == STAGES ? 0 : slot + 1;
         if (step < STAGES || tile != leaf_end) continue;
         const Task& task = task_of(p, job.index);

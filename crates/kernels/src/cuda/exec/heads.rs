@@ -35,22 +35,28 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
     }
     let (width, values) = (geometry.head_dim_qk, geometry.head_dim_vo);
     let optin = context.shared_per_block_optin();
-    if codes {
-        return self::codes(work, walk, optin);
-    }
     let decodes = work.stored == Stored::Heads && walk == Walk::Few;
     // Keys of a tile that lies in one block are neighbours in the sequence, which mods of scores are told in fewer words; told key
     // by key, they leave a warp no registers for two times 16 rows.
     let changed = work.stored == Stored::Blocks && mods.change_scores();
     let whole = changed && geometry.page_size.is_multiple_of(64);
     let choice = match decodes {
-        true => decode(width, values, geometry.group(), optin),
+        true if codes => {
+            decode(width, values, geometry.group(), optin, true).or_else(|| codes_tile(width, values, optin))
+        }
+        true => decode(width, values, geometry.group(), optin, false),
+        false if codes => codes_tile(width, values, optin),
         false => tile(width, values, optin, if changed && !whole { 1 } else { 2 }),
     }?;
     let variant = &work.variant;
     let general = variant.logits_soft_cap.is_some() || variant.alibi;
-    let mut key = choice.key.with("KV_TYPE", number(geometry.kv_dtype)).with("GENERAL", general.into());
-    if !decodes {
+    // Codes become bf16.
+    let dtype = if codes { geometry.q_dtype } else { geometry.kv_dtype };
+    let mut key = choice.key.with("KV_TYPE", number(dtype)).with("GENERAL", general.into());
+    if codes {
+        key = key.with("CODES", 1);
+    }
+    if key.unit != Unit::DECODE {
         key = key.with("SOURCE", source(work));
     }
     if work.stored == Stored::Blocks {
@@ -62,20 +68,15 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
     Some(Choice { key, ..choice })
 }
 
-/// Keys and values in e4m3, of few query vectors and of many.
-fn codes(work: &WorkList, walk: Walk, optin: u32) -> Option<Choice> {
-    let geometry = &work.geometry;
-    let shape = Shape::of(geometry.head_dim_qk, geometry.head_dim_vo, MOST_VALUES)?;
-    let builds = if walk == Walk::Few { &CODES[..] } else { &CODES[1..] };
+/// Tiles of queries over keys and values in e4m3.
+fn codes_tile(width: usize, values: usize, optin: u32) -> Option<Choice> {
+    let shape = Shape::of(width, values, MOST_VALUES)?;
+    // Of three tiles, the scale of each key and value.
     let scales = |build: &Build| 3 * 8 * build.keys;
     let build =
-        builds.iter().find(|build| build.shared(&shape) + scales(build) <= share(optin, build.resident))?;
-    let variant = &work.variant;
-    let general = variant.logits_soft_cap.is_some() || variant.alibi;
-    let Choice { key, threads, shared } = build.choice(&shape);
-    let key =
-        key.with("KV_TYPE", 1).with("CODES", 1).with("GENERAL", general.into()).with("SOURCE", source(work));
-    Some(Choice { key, threads, shared: shared + scales(build) as u32 })
+        CODES.iter().find(|build| build.shared(&shape) + scales(build) <= share(optin, build.resident))?;
+    let choice = build.choice(&shape);
+    Some(Choice { shared: choice.shared + scales(build) as u32, ..choice })
 }
 
 /// Padded widths.
@@ -111,7 +112,7 @@ fn share(optin: u32, resident: u32) -> usize {
 }
 
 /// Few query vectors: as many tiles in flight as fit, several blocks a multiprocessor where they do.
-fn decode(width: usize, values: usize, group: usize, optin: u32) -> Option<Choice> {
+fn decode(width: usize, values: usize, group: usize, optin: u32, codes: bool) -> Option<Choice> {
     // A row of several query tokens has at most 16 query vectors a key head; see `Family::of`.
     let rows = if group <= 16 {
         16
@@ -125,9 +126,15 @@ fn decode(width: usize, values: usize, group: usize, optin: u32) -> Option<Choic
     // sums take.
     let (queries, joined) = (2 * rows * shape.width, 16 << 10);
     let fixed = if shape.width <= 128 { queries.max(joined) } else { queries + joined } + 1024;
+    // Codes come with scales, and have a tile as bf16 beside the ring.
+    let (fixed, stage) = if codes {
+        (fixed + shape.stage(64), shape.stage(64) / 2 + 2 * 64 * 4)
+    } else {
+        (fixed, shape.stage(64))
+    };
     let most = if shape.width.max(shape.values) <= 64 && rows == 16 { 3 } else { 2 };
     let (resident, stages) = (1..=most).rev().find_map(|resident| {
-        let stages = share(optin, resident).checked_sub(fixed)? / shape.stage(64);
+        let stages = share(optin, resident).checked_sub(fixed)? / stage;
         (stages >= if resident > 1 { 2 } else { 1 }).then_some((resident, stages.min(4)))
     })?;
     let key = Key::new(Unit::DECODE, "decode")
@@ -136,7 +143,7 @@ fn decode(width: usize, values: usize, group: usize, optin: u32) -> Option<Choic
         .with("ROWS", rows as i64)
         .with("STAGES", stages as i64)
         .with("RESIDENT", resident.into());
-    Some(Choice { key, threads: 128, shared: (stages * shape.stage(64) + fixed) as u32 })
+    Some(Choice { key, threads: 128, shared: (stages * stage + fixed) as u32 })
 }
 
 /// How a block of the tile kernel is built.
@@ -159,9 +166,8 @@ const BUILDS: [Build; 5] = [
     Build { warps: 4, spread: 1, keys: 32, resident: 1 },
 ];
 
-/// Over codes, the first of those from a point on that fits: the first for few query vectors.
-const CODES: [Build; 4] = [
-    Build { warps: 4, spread: 1, keys: 64, resident: 2 },
+/// Over codes, whose scales take the registers of a second 16 rows.
+const CODES: [Build; 3] = [
     Build { warps: 8, spread: 1, keys: 64, resident: 1 },
     Build { warps: 8, spread: 1, keys: 32, resident: 1 },
     Build { warps: 4, spread: 1, keys: 32, resident: 1 },
@@ -213,8 +219,12 @@ mod tests {
             for width in 1..=MOST_WIDTH {
                 for values in [1, 63, 64, 65, 128, 192, 256, 257, 384, MOST_WIDTH] {
                     for group in [1, 16, 17, 64] {
-                        let choice = decode(width, values, group, optin).expect("a stage fits");
+                        let choice = decode(width, values, group, optin, false).expect("a stage fits");
                         assert!(choice.shared <= optin, "{}: {} bytes", choice.key, choice.shared);
+                        match decode(width, values, group, optin, true) {
+                            Some(choice) => assert!(choice.shared <= optin, "{}", choice.key),
+                            None => assert!(optin < 200_000 && width.max(values) > 128, "{width}, {values}"),
+                        }
                     }
                     match tile(width, values, optin, 2) {
                         Some(choice) => assert!(choice.shared <= optin, "{}", choice.key),
@@ -224,7 +234,8 @@ mod tests {
             }
         }
         assert!(
-            tile(MOST_WIDTH + 1, 1, 232_448, 2).is_none() && decode(1, MOST_WIDTH + 1, 1, 232_448).is_none()
+            tile(MOST_WIDTH + 1, 1, 232_448, 2).is_none()
+                && decode(1, MOST_WIDTH + 1, 1, 232_448, false).is_none()
         );
     }
 }
