@@ -61,13 +61,20 @@ DEVICE u32 widened(u32 codes) { return multiply_bf16((codes & 0x7f007f00u) >> 4 
 DEVICE u32 nans_of(u32 codes) { return (codes & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u; }
 // The same where they are.
 DEVICE u32 with_nans(u32 pair, u32 nans) { return pair | (nans & 0x8000 ? 0x7fffu : 0) | (nans & 0x80000000u ? 0x7fff0000u : 0); }
-// Eight codes as eight bf16, exactly.
-DEVICE U4 widened(u32 low, u32 high) {
-    const u32 pairs[4] = {permuted(low, 0x1404), permuted(low, 0x3424), permuted(high, 0x1404), permuted(high, 0x3424)};
-    U4 r{widened(pairs[0]), widened(pairs[1]), widened(pairs[2]), widened(pairs[3])};
-    if (nans_of(low) | nans_of(high)) {
-        r.x = with_nans(r.x, nans_of(pairs[0])), r.y = with_nans(r.y, nans_of(pairs[1]));
-        r.z = with_nans(r.z, nans_of(pairs[2])), r.w = with_nans(r.w, nans_of(pairs[3]));
+// Sixteen codes as bf16, exactly: the first eight, and the others; turned, the others first.
+struct Widened {
+    U4 first, second;
+};
+DEVICE Widened widened(const U4& codes, bool turned) {
+    const u32 words[4] = {turned ? codes.z : codes.x, turned ? codes.w : codes.y, turned ? codes.x : codes.z, turned ? codes.y : codes.w};
+    u32 pairs[8];
+    UNROLL
+    for (u32 i = 0; i < 8; i++) pairs[i] = widened(permuted(words[i / 2], i % 2 ? 0x3424 : 0x1404));
+    const u32 sums = ((words[0] & 0x7f7f7f7fu) + 0x01010101u) | ((words[1] & 0x7f7f7f7fu) + 0x01010101u) |
+                     ((words[2] & 0x7f7f7f7fu) + 0x01010101u) | ((words[3] & 0x7f7f7f7fu) + 0x01010101u);
+    if (sums & 0x80808080u) {
+        UNROLL
+        for (u32 i = 0; i < 8; i++) pairs[i] = with_nans(pairs[i], nans_of(permuted(words[i / 2], i % 2 ? 0x3424 : 0x1404)));
     }
-    return r;
+    return Widened{{pairs[0], pairs[1], pairs[2], pairs[3]}, {pairs[4], pairs[5], pairs[6], pairs[7]}};
 }

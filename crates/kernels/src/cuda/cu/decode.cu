@@ -183,11 +183,10 @@ DEVICE void widen_rows(u8* to, const u8* rows, u32 first, u32 l) {
     UNROLL
     for (u32 i = 0; i < 16 * CHUNKS / 32; i++) {
         const u32 n = i * 32 + l, r = first + n / CHUNKS, chunk = n % CHUNKS, turned = chunk / 4 % 2;
-        const U4 codes = load16(rows + r * W + chunk * 16);
         // Half of the lanes write their second piece first, so that none meets another in a bank.
-        const U4 one = widened(codes.x, codes.y), two = widened(codes.z, codes.w);
-        store16(chunk_at<W>(to, r, 2 * chunk + turned), turned ? two : one);
-        store16(chunk_at<W>(to, r, 2 * chunk + 1 - turned), turned ? one : two);
+        const Widened wide = widened(load16(rows + r * W + chunk * 16), turned);
+        store16(chunk_at<W>(to, r, 2 * chunk + turned), wide.first);
+        store16(chunk_at<W>(to, r, 2 * chunk + 1 - turned), wide.second);
     }
 }
 // Starts the copy of a scale for each of the warp's 16 keys, or 1 where nothing is seen; half of the lanes those of keys.

@@ -153,19 +153,35 @@ DEVICE Share share_of(const u8* latent, u32 E, bool aligned) {
     if (ROPE_STEPS > 0 && piece * PIECE < E) share.rope = load_any(latent + WIDTH + 4 * SCALES + piece * 16, aligned);
     return share;
 }
-// Rows of a unit's tiles, in the order in which a thread takes them: where they lie, some of them ahead.
+// Rows of a unit's tiles, in the order in which a thread takes them. Page ids are asked for eight rows before they are needed, a
+// row's bytes to come near three, and the bytes themselves one.
+constexpr u32 FAR = 8, NEAR = 3;
 struct Ahead {
-    const u8* at[TIMES];
-    u32 key;  // of the last one
+    i32 ids[FAR];  // pages of the rows after the one in hand; -1: not seen
+    u32 key;       // of the one in hand
 
+    void find(const Keys& keys, const Unit& unit, u32 after) {
+        const u32 of = key + after * (KEYS / TIMES), offset = of - keys.kv_offset;
+        ids[after - 1] = -1;
+        if (of >= unit.lo && of < unit.to) ids[after - 1] = keys.pages[keys.S == 1 ? offset : offset / keys.S];
+    }
+    // Where the row so many after the one in hand lies.
+    const u8* at(const Keys& keys, u32 after) const {
+        const u32 offset = key + after * (KEYS / TIMES) - keys.kv_offset, slot = keys.S == 1 ? 0 : offset % keys.S;
+        const u64 place = keys.k + u64(i64(ids[after - 1]) * keys.k_page + i64(slot) * keys.k_slot);
+        return ids[after - 1] < 0 ? nullptr : reinterpret_cast<const u8*>(place);
+    }
+    void ask(const Keys& keys, u32 after) const {
+        const u32 piece = thread_x() % PIECE, line = piece < 5 ? piece * 128 : WIDTH + SCALES * 4 + 2 * (DEPTH - WIDTH) - 1;
+        const u8* latent = at(keys, after);
+        if (latent && piece < 6) prefetch_l2(latent + line);
+    }
     void next(const Keys& keys, const Unit& unit) {
         UNROLL
-        for (u32 i = 0; i + 1 < TIMES; i++) at[i] = at[i + 1];
-        // By now it is known where that one lies; its bytes are asked for.
-        const u32 piece = thread_x() % PIECE, line = piece < 5 ? piece * 128 : WIDTH + SCALES * 4 + 2 * (DEPTH - WIDTH) - 1;
-        if (at[TIMES - 2] && piece < 6) prefetch_l2(at[TIMES - 2] + line);
-        at[TIMES - 1] = nullptr, key += KEYS / TIMES;
-        if (key >= unit.lo && key < unit.to) at[TIMES - 1] = reinterpret_cast<const u8*>(key_at<LATENTS>(keys, key).k);
+        for (u32 i = 0; i + 1 < FAR; i++) ids[i] = ids[i + 1];
+        key += KEYS / TIMES;
+        find(keys, unit, FAR);
+        ask(keys, NEAR);
     }
 };
 // Lays it into row `row` of a tile, and its scales beside.
@@ -175,12 +191,11 @@ DEVICE void lay(u8* tile, float* scales, u32 row, const Share& share) {
     UNROLL
     for (u32 j = 0; j < CHUNKS; j++) {
         // 16 codes are two pieces, of which half of the threads write the second one first: none meets another in a bank.
-        const u32 chunk = j * PIECE + piece, turned = piece / 4;
-        const U4 first = widened(share.codes[j].x, share.codes[j].y), second = widened(share.codes[j].z, share.codes[j].w);
+        const u32 chunk = j * PIECE + piece, turned = piece / 4, at = chunk % 4 * 2;
+        const Widened wide = widened(share.codes[j], turned);
         u8* block = to + chunk / 4 * BLOCK_BYTES;
-        const u32 at = chunk % 4 * 2;
-        store16(block + ((at + turned) ^ (row % 8)) * 16, turned ? second : first);
-        store16(block + ((at + 1 - turned) ^ (row % 8)) * 16, turned ? first : second);
+        store16(block + ((at + turned) ^ (row % 8)) * 16, wide.first);
+        store16(block + ((at + 1 - turned) ^ (row % 8)) * 16, wide.second);
     }
     if (ROPE_STEPS > 0) store16(to + WIDTH / LANES * BLOCK_BYTES + (piece ^ (row % 8)) * 16, share.rope);
     if (piece < SCALES) scales[piece * KEYS + row] = bits_float(share.scale);
@@ -231,13 +246,14 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     walk(p, [&](const Unit& unit) {
         const Keys keys = keys_of<LATENTS>(p, unit.row_index, unit.row, 0, 1);
         const u32 begin = unit.tile(), end = unit.tiles();
+        // In hand is the row before the first.
         Ahead ahead;
         ahead.key = begin * KEYS + row - KEYS / TIMES;
         UNROLL
-        for (u32 i = 0; i < TIMES; i++) ahead.at[i] = nullptr;
+        for (u32 i = 1; i <= FAR; i++) ahead.find(keys, unit, i);
         UNROLL
-        for (u32 i = 0; i < TIMES; i++) ahead.next(keys, unit);
-        Share share = share_of(ahead.at[0], E, aligned);
+        for (u32 i = 1; i <= NEAR; i++) ahead.ask(keys, i);
+        Share share = share_of(ahead.at(keys, 1), E, aligned);
         // The first tile goes ahead: the queries' place is free later than a tile's.
         u32 tile = begin;
         NO_UNROLL
@@ -250,7 +266,7 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
                 for (u32 i = 0; i < TIMES; i++) {
                     const Share now = share;
                     ahead.next(keys, unit);
-                    share = share_of(ahead.at[0], E, aligned);
+                    share = share_of(ahead.at(keys, 1), E, aligned);
                     lay(to, scales, row + i * (KEYS / TIMES), now);
                 }
                 async_fence();

@@ -251,11 +251,10 @@ DEVICE void widen_rows(u8* to, const u8* raw, u32 thread) {
     UNROLL
     for (u32 i = 0; i < KEYS * CHUNKS / THREADS; i++) {
         const u32 at = i * THREADS + thread, r = at / CHUNKS, chunk = at % CHUNKS, turned = chunk / 4 % 2;
-        const U4 codes = load16(raw + at * 16);
         // Half of the threads write their second piece first, so that none meets another in a bank.
-        const U4 first = widened(codes.x, codes.y), second = widened(codes.z, codes.w);
-        store16(chunk_at<W>(to, r, 2 * chunk + turned), turned ? second : first);
-        store16(chunk_at<W>(to, r, 2 * chunk + 1 - turned), turned ? first : second);
+        const Widened wide = widened(load16(raw + at * 16), turned);
+        store16(chunk_at<W>(to, r, 2 * chunk + turned), wide.first);
+        store16(chunk_at<W>(to, r, 2 * chunk + 1 - turned), wide.second);
     }
 }
 DEVICE void widen(u8* stage, const u8* raw) {
