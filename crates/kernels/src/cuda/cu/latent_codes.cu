@@ -108,11 +108,7 @@ DEVICE void walk(const Attend& p, Each each) {
 
 // ---- producer ----
 
-DEVICE u32 word_at(const u8* from, bool aligned) { return aligned ? *reinterpret_cast<const u32*>(from) : word_at(from); }
-DEVICE U4 load_any(const u8* from, bool aligned) {
-    if (aligned) return load16(from);
-    return U4{word_at(from), word_at(from + 4), word_at(from + 8), word_at(from + 12)};
-}
+DEVICE U4 words_at(const u8* from) { return U4{word_at(from), word_at(from + 4), word_at(from + 8), word_at(from + 12)}; }
 
 // Eight lanes of a query, from lane `at` on: C of them lie at `a`, the others at `b`; null for a row of zeros.
 DEVICE void put_query(u8* to, const Element* a, const Element* b, u32 at, u32 D, bool aligned) {
@@ -145,12 +141,21 @@ struct Share {
 };
 DEVICE Share share_of(const u8* latent, u32 E, bool aligned) {
     const u32 piece = thread_x() % PIECE;
+    const bool rope = ROPE_STEPS > 0 && piece * PIECE < E;
     Share share{};
     if (!latent) return share;
-    UNROLL
-    for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = load_any(latent + (j * PIECE + piece) * 16, aligned);
-    if (piece < SCALES) share.scale = word_at(latent + WIDTH + 4 * piece, aligned);
-    if (ROPE_STEPS > 0 && piece * PIECE < E) share.rope = load_any(latent + WIDTH + 4 * SCALES + piece * 16, aligned);
+    const u8 *codes = latent + piece * 16, *scale = latent + WIDTH + 4 * (piece % SCALES), *lanes = latent + WIDTH + 4 * SCALES + piece * 16;
+    if (aligned) {
+        UNROLL
+        for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = load16(codes + j * PIECE * 16);
+        share.scale = *reinterpret_cast<const u32*>(scale);
+        if (rope) share.rope = load16(lanes);
+    } else {
+        UNROLL
+        for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = words_at(codes + j * PIECE * 16);
+        share.scale = word_at(scale);
+        if (rope) share.rope = words_at(lanes);
+    }
     return share;
 }
 // Rows of a unit's tiles, in the order in which a thread takes them. Page ids are asked for eight rows before they are needed, a
