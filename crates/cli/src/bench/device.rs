@@ -6,7 +6,7 @@ use mstar_kernels::cuda::{Context, Event, peak};
 use mstar_kernels::{Buffer, DType, fill};
 
 use super::limits::Limits;
-use super::measure::{Made, Timed, middle};
+use super::measure::{Alone, Gaps, Made, Step, Timed, Work, middle};
 use super::place::Place;
 
 /// Bytes that are written before each repetition: several times a second-level cache.
@@ -25,6 +25,11 @@ pub(super) struct Clock {
 }
 
 impl Clock {
+    /// Whether its times mean nothing.
+    pub(super) fn is_emulated(&self) -> bool {
+        self.emulated
+    }
+
     /// Of a place on a device.
     ///
     /// # Errors
@@ -112,6 +117,39 @@ impl Clock {
         times.sort_by(f64::total_cmp);
         let (throughput, repetitions) = (middle(throughput), times.len());
         let median = times[repetitions / 2];
-        Ok(Timed { median, fastest: times[0], repetitions, throughput, reads: None })
+        let gaps = match made.step {
+            Some(step) => Some(self.gaps(place, &mut made.work, step, quick)?),
+            None => None,
+        };
+        Ok(Timed { median, fastest: times[0], repetitions, throughput, gaps, reads: None })
+    }
+
+    /// Times a step and its parts in turns. What any launch takes beside its work is taken off each: off the step once, since it
+    /// is one run of work, and off every part. A launch of nothing takes some work too, so that gaps are at most what is said.
+    fn gaps(&mut self, place: &Place, work: &mut Work, step: Step, quick: bool) -> anyhow::Result<Gaps> {
+        let Step { mut parts, mut nothing, mut exact, nodes } = step;
+        for part in &mut parts {
+            (part.work)()?;
+        }
+        let (mut whole, mut idle, mut own) = (Vec::new(), Vec::new(), Vec::new());
+        let mut alone = vec![Vec::new(); parts.len()];
+        for _ in 0..if quick || self.emulated { 2 } else { 25 } {
+            whole.push(self.seconds(place, work)?);
+            idle.push(self.seconds(place, &mut nothing)?);
+            if let Some(exact) = &mut exact {
+                own.push(self.seconds(place, exact)?);
+            }
+            for (part, times) in parts.iter_mut().zip(&mut alone) {
+                times.push(self.seconds(place, &mut part.work)?);
+            }
+        }
+        let (whole, idle) = (middle(whole).unwrap_or(0.0), middle(idle).unwrap_or(0.0));
+        let of = |(part, times): (&Alone, Vec<f64>)| {
+            part.times as f64 * (middle(times).unwrap_or(0.0) - idle).max(0.0)
+        };
+        let (kernels, step): (f64, f64) = (parts.iter().zip(alone).map(of).sum(), (whole - idle).max(1e-9));
+        let percent = 100.0 * (step - kernels) / step;
+        let over_exact = middle(own).map(|own| whole / own);
+        Ok(Gaps { kernels_us: kernels * 1e6, percent, nodes, over_exact })
     }
 }

@@ -13,6 +13,10 @@ impl Clock {
         anyhow::bail!("{}: CUDA was not compiled in", place.device())
     }
 
+    pub(super) fn is_emulated(&self) -> bool {
+        match self.0 {}
+    }
+
     pub(super) fn limits(&mut self, _: &Place) -> anyhow::Result<Limits> {
         match self.0 {}
     }

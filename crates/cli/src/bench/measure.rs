@@ -14,6 +14,8 @@ pub(super) struct Made {
     pub(super) work: Work,
     /// The same work by `schedule: throughput`, where there is one.
     pub(super) throughput: Option<Work>,
+    /// What a whole step is made of.
+    pub(super) step: Option<Step>,
     /// Plain reads of the memory that `work` reads.
     pub(super) reads: Option<PlainReads>,
 }
@@ -21,19 +23,60 @@ pub(super) struct Made {
 impl Made {
     /// A case that is held against the limits of the machine alone.
     pub(super) fn alone(work: impl FnMut() -> anyhow::Result<()> + 'static) -> Made {
-        Made { work: Box::new(work), throughput: None, reads: None }
+        Made { work: Box::new(work), throughput: None, step: None, reads: None }
     }
 
     /// A case that is planned twice: by the invariant schedule, and by the one that it is held against.
     #[cfg(any(feature = "paged", feature = "mla", feature = "dsa"))]
-    pub(super) fn twice(mut work: impl FnMut(Schedule) -> anyhow::Result<()> + 'static) -> Made {
-        let work = std::rc::Rc::new(std::cell::RefCell::new(move |schedule| work(schedule)));
+    pub(super) fn twice(work: impl FnMut(Schedule) -> anyhow::Result<()> + 'static) -> Made {
+        let work = std::rc::Rc::new(std::cell::RefCell::new(work));
         let of = |schedule: Schedule| -> Work {
             let work = work.clone();
             Box::new(move || (work.borrow_mut())(schedule))
         };
-        Made { work: of(Schedule::Invariant), throughput: Some(of(Schedule::Throughput)), reads: None }
+        Made {
+            work: of(Schedule::Invariant),
+            throughput: Some(of(Schedule::Throughput)),
+            step: None,
+            reads: None,
+        }
     }
+}
+
+/// A step of several kernels, and what it is held against.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a device captures steps"))]
+pub(super) struct Step {
+    /// Its kernels and copies, one by one.
+    pub(super) parts: Vec<Alone>,
+    /// A launch that finds nothing to do: what it takes is what any launch takes beside its work.
+    pub(super) nothing: Work,
+    /// The same rows from a graph of their own number.
+    pub(super) exact: Option<Work>,
+    /// Pieces of work in the graph.
+    pub(super) nodes: usize,
+}
+
+/// A piece of a step.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a device captures steps"))]
+pub(super) struct Alone {
+    pub(super) work: Work,
+    /// How many of it a step has.
+    pub(super) times: usize,
+}
+
+/// What a step takes beyond its kernels.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Gaps {
+    /// Microseconds of all its kernels and copies, each alone.
+    pub(super) kernels_us: f64,
+    /// What is left of the step, in percent of it: what passes between one kernel's end and the next one's start.
+    pub(super) percent: f64,
+    /// Pieces of work in its graph.
+    pub(super) nodes: usize,
+    /// The step's time over that of the same rows from a graph of their own number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) over_exact: Option<f64>,
 }
 
 /// Reads of a case's own memory by all threads, which compute nothing.
@@ -57,6 +100,8 @@ pub(super) struct Timed {
     pub(super) repetitions: usize,
     /// Seconds a call by `schedule: throughput`, the middle one, in turns with the others.
     pub(super) throughput: Option<f64>,
+    /// What of a step is gaps between kernels.
+    pub(super) gaps: Option<Gaps>,
     /// What the plain reads came to in the same repetitions.
     pub(super) reads: Option<Reads>,
 }
@@ -124,7 +169,14 @@ pub(super) fn measure(mut made: Made, case_bytes: f64, quick: bool) -> anyhow::R
     });
     times.sort_by(f64::total_cmp);
     let (throughput, repetitions) = (middle(throughput), times.len());
-    Ok(Timed { median: times[repetitions / 2], fastest: times[0], repetitions, throughput, reads })
+    Ok(Timed {
+        median: times[repetitions / 2],
+        fastest: times[0],
+        repetitions,
+        throughput,
+        gaps: None,
+        reads,
+    })
 }
 
 /// Seconds a call, over a bundle of them.
@@ -179,6 +231,7 @@ mod tests {
         let made = Made {
             work: step('w'),
             throughput: None,
+            step: None,
             reads: Some(PlainReads { bytes: 1.0, in_order: step('o'), in_page_order: step('p') }),
         };
         let timed = measure(made, 1.0, true).unwrap();

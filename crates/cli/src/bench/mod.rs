@@ -36,16 +36,16 @@ use crate::output::Output;
 use crate::text;
 
 /// Kernels that can be named.
-const KERNELS: [&str; 14] = [
+const KERNELS: [&str; 15] = [
     "prefill", "append", "decode", "cascade", "plan", "mla", "sparse", "index", "select", "topk", "dense",
-    "flex", "scatter", "merge",
+    "flex", "step", "scatter", "merge",
 ];
 
 /// Arguments of `mstar bench`.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
     /// Kernels to time: prefill, append, decode, cascade, plan, mla, sparse, index, select, topk, dense, flex,
-    /// scatter, merge; all when none is named.
+    /// step (on a device), scatter, merge; all when none is named.
     #[arg(value_name = "KERNEL")]
     kernels: Vec<String>,
     /// Time only rows whose name this is or has in it ("64x8192", "d256", "decode 1 x 8192, 32/8, bf16"); spaces do not
@@ -101,6 +101,9 @@ fn time(args: &Arguments, place: &Place, baseline: Option<&report::Saved>) -> an
         Some(clock) => clock.limits(place)?,
     };
     text::print(&report::head(&limits, baseline))?;
+    if clock.as_ref().is_some_and(Clock::is_emulated) {
+        text::print("the device is emulated: its times mean nothing\n")?;
+    }
     let mut saved = report::Saved::new(&limits);
     let mut listed = cases::list(place, args.quick);
     listed.retain(|case| args.kernels.is_empty() || args.kernels.iter().any(|kernel| kernel == case.kernel));

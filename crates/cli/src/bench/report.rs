@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cases::Case;
 use super::limits::Limits;
-use super::measure::{Beside, Reads, Timed};
+use super::measure::{Beside, Gaps, Reads, Timed};
 use crate::output::Output;
 
 /// Version of the saved form.
@@ -46,6 +46,9 @@ pub(super) struct Line {
     /// The same work by `schedule: throughput`, in turns with this.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     throughput: Option<Throughput>,
+    /// What a step takes beyond its kernels.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    gaps: Option<Gaps>,
     /// A case that this one is held against.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     beside: Option<Held>,
@@ -125,6 +128,7 @@ impl Line {
             throughput: timed
                 .throughput
                 .map(|seconds| Throughput { us: seconds * 1e6, ratio: timed.median / seconds }),
+            gaps: timed.gaps,
             beside: None,
             reads: timed.reads,
         }
@@ -171,6 +175,15 @@ impl Line {
         line += "\n";
         if let Some(Throughput { us, ratio }) = self.throughput {
             line += &format!("{:>36}{us:>9.1}  throughput us; invariant / throughput {ratio:.3}\n", "");
+        }
+        if let Some(Gaps { kernels_us, percent, nodes, over_exact }) = self.gaps {
+            line += &format!(
+                "{:>36}{kernels_us:>9.1}  us of {nodes} kernels and its copies; gaps {percent:.1} %\n",
+                ""
+            );
+            if let Some(ratio) = over_exact {
+                line += &format!("{:>45}  over a graph of its own size {ratio:.3}\n", "");
+            }
         }
         if let Some(reads) = &self.reads {
             line += &share("of its memory read in order", &reads.in_order);
@@ -288,7 +301,14 @@ mod tests {
     }
 
     fn timed(median: f64) -> Timed {
-        Timed { median, fastest: median, repetitions: 5, throughput: Some(median / 1.05), reads: None }
+        Timed {
+            median,
+            fastest: median,
+            repetitions: 5,
+            throughput: Some(median / 1.05),
+            gaps: None,
+            reads: None,
+        }
     }
 
     #[test]

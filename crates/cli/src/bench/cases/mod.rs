@@ -11,6 +11,8 @@ mod memory;
 mod mla;
 #[cfg(feature = "paged")]
 mod paged;
+#[cfg(all(feature = "cuda", any(feature = "paged", feature = "mla")))]
+mod step;
 
 use mstar_kernels::DType;
 
@@ -109,6 +111,8 @@ pub(super) fn list(place: &Place, quick: bool) -> Vec<Case> {
         if cpu { dense::list(quick) } else { dense::list_on_device(quick) },
         #[cfg(feature = "flex")]
         if cpu { flex::list(quick) } else { flex::list_on_device(quick) },
+        #[cfg(all(feature = "cuda", any(feature = "paged", feature = "mla")))]
+        if cpu { Vec::new() } else { step::list_on_device(quick) },
         if cpu { memory::list(quick) } else { memory::list_on_device(quick) },
     ];
     let mut cases: Vec<Case> = families.into_iter().flatten().collect();

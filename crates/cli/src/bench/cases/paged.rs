@@ -294,7 +294,7 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
         if on_device {
             return Ok(Made::twice(work));
         }
-        Ok(Made { work: Box::new(move || work(Schedule::Invariant)), throughput: None, reads })
+        Ok(Made { work: Box::new(move || work(Schedule::Invariant)), throughput: None, step: None, reads })
     };
     Case { kernel, shape, dtype: rows.dtype, cost: rows.cost(), beside: None, make: Box::new(make) }
 }
