@@ -174,16 +174,17 @@ impl Line {
         }
         line += "\n";
         if let Some(Throughput { us, ratio }) = self.throughput {
-            line += &format!("{:>36}{us:>9.1}  throughput us; invariant / throughput {ratio:.3}\n", "");
+            line +=
+                &format!("{:<36}{us:>9.1}  invariant / throughput {ratio:.3}\n", "  by schedule: throughput");
         }
         if let Some(Gaps { kernels_us, percent, nodes, over_exact }) = self.gaps {
             line += &format!(
-                "{:>36}{kernels_us:>9.1}  us of {nodes} kernels and its copies; gaps {percent:.1} %\n",
-                ""
+                "{:<36}{kernels_us:>9.1}  gaps {percent:.1} %, {nodes} nodes\n",
+                "  its kernels and copies, each alone"
             );
-            if let Some(ratio) = over_exact {
-                line += &format!("{:>45}  over a graph of its own size {ratio:.3}\n", "");
-            }
+            line += &over_exact.map_or(String::new(), |ratio| {
+                format!("{:<45}  / a graph of its size {ratio:.3}\n", "  the whole step")
+            });
         }
         if let Some(reads) = &self.reads {
             line += &share("of its memory read in order", &reads.in_order);
@@ -371,7 +372,9 @@ mod tests {
         saved.write(Output::open(&path).unwrap()).unwrap();
         let read = Saved::read(&path).unwrap();
         assert!(read.lines[0].reads.is_some());
-        let now = Line::new(name.into(), &timed(0.25), DType::F32, cost, &limits()).text(Some(&read));
+        let gaps = Gaps { kernels_us: 12_345.6, percent: 10.1, nodes: 16, over_exact: Some(1.02) };
+        let timed = Timed { gaps: Some(gaps), ..timed(0.25) };
+        let now = Line::new(name.into(), &timed, DType::F32, cost, &limits()).text(Some(&read));
         assert!(now.lines().next().unwrap().ends_with("2.00x"), "{now}");
         assert!(now.contains("invariant / throughput 1.050"), "{now}");
         for line in now.lines().chain(head(&limits(), Some(&read)).lines()) {

@@ -11,6 +11,9 @@ use crate::run::workload::RequestPlan;
 /// Room left for what else the machine does until the spec is run again: one part in this many.
 const SPARE: u64 = 50;
 
+/// The key of which the largest value counts.
+const BUCKETS: &str = "graph.buckets";
+
 /// A value of a spec that memory grows with.
 struct Knob {
     /// The key.
@@ -49,8 +52,17 @@ fn advise(
         device: available.device.map(|(free, total)| (spared(free), total)),
     };
     let mut knobs = knobs(spec, written);
-    // What takes the most first; among equals those that come first in the spec.
-    knobs.sort_by_key(|knob| std::cmp::Reverse(estimate.of_key(&knob.key)));
+    // What takes the most first; among equals those that come first in the spec. Buckets take what would not be taken without.
+    let takes = |knob: &Knob| match knob.key == BUCKETS {
+        false => estimate.of_key(&knob.key),
+        true => {
+            let mut spec = spec.clone();
+            (knob.turn)(&mut spec, knob.least);
+            let without = Estimate::of(&spec, served, sparse, requests, device);
+            without.map_or(0, |without| estimate.most().saturating_sub(without.most()))
+        }
+    };
+    knobs.sort_by_cached_key(|knob| std::cmp::Reverse(takes(knob)));
     let fits = |knob: &Knob, value: usize| {
         let mut spec = spec.clone();
         (knob.turn)(&mut spec, value);
@@ -67,7 +79,8 @@ fn advise(
             let middle = low + (high - low) / 2;
             if fits(knob, middle) { low = middle } else { high = middle }
         }
-        return format!("lower {} from {} to at most {low}", knob.key, knob.now);
+        let what = if knob.key == BUCKETS { format!("the largest of {BUCKETS}") } else { knob.key.clone() };
+        return format!("lower {what} from {} to at most {low}", knob.now);
     }
     let names: Vec<&str> = knobs.iter().take(3).map(|knob| knob.key.as_str()).collect();
     match names[..] {
@@ -115,6 +128,16 @@ fn knobs(spec: &Spec, written: &dyn Fn(&str) -> bool) -> Vec<Knob> {
             });
         });
         all.push(Knob { key: format!("resources.{name}.num_worlds"), now, least: 1, turn });
+    }
+    if let Some(graph) = &spec.graph {
+        let turn = Box::new(|spec: &mut Spec, value| {
+            if let Some(graph) = &mut spec.graph {
+                graph.buckets.iter_mut().for_each(|bucket| *bucket = value.min(*bucket));
+                graph.buckets.dedup();
+            }
+        });
+        let now = graph.buckets.iter().copied().max().unwrap_or(0);
+        all.push(Knob { key: BUCKETS.into(), now, least: 1, turn });
     }
     if let Some(workload) = &spec.workload {
         let turn = Box::new(|spec: &mut Spec, value| {
@@ -212,6 +235,14 @@ workload: { kind: synthetic, requests: 99, chunked_prefill: 4000, prompt_len: 30
                 most(value + 1)
             );
         }
+        // Buckets far beyond the batch: 64 Ki rows of queries and outputs.
+        let sets = &["graph={ buckets: [8, 65536], slots: 2 }"];
+        let (text, _) = said(sets, 60 << 20);
+        let value: usize = text
+            .strip_prefix("lower the largest of graph.buckets from 65536 to at most ")
+            .and_then(|value| value.parse().ok())
+            .unwrap_or_else(|| panic!("{text}"));
+        assert!((8..65536).contains(&value), "{text}");
         // Neither host_pages nor max_batch is written: neither is named.
         let (text, _) = said(&[], 1000);
         assert!(text.contains("resources.kv.max_num_pages and workload.chunked_prefill: none"), "{text}");

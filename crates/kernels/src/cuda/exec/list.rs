@@ -46,6 +46,7 @@ impl StagedList {
                 .map(|ready| (ready.key.to_string(), ready.threads, ready.shared, ready.walk, ready.blocks));
             launch.hash(&mut hasher);
         }
+        on.open_blocks.hash(&mut hasher);
         Some(hasher.finish())
     }
 
@@ -283,7 +284,8 @@ impl OnDevice {
             };
             (self.few, self.many, self.merge) = (ready(&few)?, ready(&many)?, ready(&merged)?);
         }
-        // A captured run has as many blocks as the device holds; another no more than it has work for.
+        // A captured run has as many blocks as the device holds, another no more than it has work for; neither launches what finds
+        // nothing to do over pages. Where there is something at another time, that is another captured run: see `capture_key`.
         let pieces = merge::pieces(work);
         let work_of = [work.few, work.items.len() - work.few, work.merges.len() * pieces as usize];
         let readies = [&mut self.few, &mut self.many, &mut self.merge];
@@ -292,13 +294,16 @@ impl OnDevice {
         {
             if let Some(ready) = ready {
                 let units = work_of.saturating_mul(latents::pieces(&ready.key));
-                let blocks = (ready.most_blocks as usize).min(if work.fixed { usize::MAX } else { units });
+                let needed = units > 0 || !two || walk == Walk::Few as u32;
+                let most = if work.fixed && needed { usize::MAX } else { units };
+                let blocks = (ready.most_blocks as usize).min(most);
                 (ready.blocks, ready.walk) = (blocks as u32, walk);
             }
         }
         if let Some(merge) = &self.merge {
             let open = (work.merges.len() - work.fused).saturating_mul(pieces as usize);
-            self.open_blocks = if work.fixed { merge.blocks } else { merge.blocks.min(open as u32) };
+            let whole = work.fixed && (open > 0 || !two);
+            self.open_blocks = if whole { merge.blocks } else { merge.blocks.min(open as u32) };
         }
         // One kernel for both kinds goes over all at once.
         if let (Some(few), Some(many)) = (&mut self.few, &mut self.many)

@@ -1,5 +1,7 @@
 //! Batches over pages: whole runs, alone and in company, eager and captured.
 
+use std::collections::HashMap;
+
 use half::bf16;
 
 use super::{DEVICE, put, stream, take};
@@ -291,17 +293,43 @@ fn a_captured_run_goes_over_whatever_list_was_staged_last() {
     let mut plan = Plan::<Heads>::new(&geometry, &variant, &first.table(), &options).unwrap();
     plan.stage(&stream).unwrap();
     let mut bench = Bench::new(&stream, 24, G * 2);
-    let graph = capture(&stream, || bench.run(&stream, plan.work())).unwrap();
+    let mut graphs = HashMap::new();
     for rows in batches {
         let arrays = Batch { rows }.arrays();
         plan.replan(&geometry, &variant, &arrays.table(), &options).unwrap();
         plan.stage(&stream).unwrap();
+        // Another run is captured where other kernels are launched: for tiles of queries, and for rows that nobody joins.
+        let graph = graphs
+            .entry(plan.capture_key().unwrap())
+            .or_insert_with(|| capture(&stream, || bench.run(&stream, plan.work())).unwrap());
         // SAFETY: the bench and the plan's image are there and nobody else uses them.
         unsafe { graph.launch(&stream) }.unwrap();
         let captured = bench.bits(&stream);
         let mut eager = Bench::new(&stream, 24, G * 2);
         eager.run(&stream, plan.work()).unwrap();
         assert!(captured == eager.bits(&stream), "{:?}", arrays.indptr);
+    }
+    // Decode rows that pad the batch, and with tiles beside them.
+    assert_eq!(graphs.len(), 2);
+}
+
+/// Decode rows that fill their bucket are one launch; others have a merge that writes what the padding yields; tiles are launched
+/// where there are any.
+#[test]
+fn a_captured_run_launches_what_its_list_has_work_for() {
+    let Some(owned) = stream() else { return };
+    let stream = owned.stream();
+    let (geometry, variant) = (geometry(4), Variant::causal(D));
+    let capacity = Some(Capacity { rows: 4, tokens: 4, pages: 400 });
+    let options = PlanOptions { device: DEVICE, capacity, ..PlanOptions::default() };
+    let full = vec![(1, 700, 0), (1, 20, 50), (1, 505, 9), (1, 1, 2)];
+    for (rows, nodes) in [(full.clone(), 1), (full[..3].to_vec(), 2), (vec![(1, 30, 0), (3, 40, 7)], 1)] {
+        let arrays = Batch { rows }.arrays();
+        let mut plan = Plan::<Heads>::new(&geometry, &variant, &arrays.table(), &options).unwrap();
+        plan.stage(&stream).unwrap();
+        let mut bench = Bench::new(&stream, 4, 4 * G);
+        let graph = capture(&stream, || bench.run(&stream, plan.work())).unwrap();
+        assert_eq!(graph.nodes(), nodes, "{:?}", arrays.indptr);
     }
 }
 
@@ -370,11 +398,14 @@ fn a_throughput_schedule_is_right_and_the_same_every_time() {
         let mut plan = Plan::<Heads>::new(&geometry, &variant, &first.table(), &options).unwrap();
         plan.stage(&stream).unwrap();
         let mut bench = Bench::new(&stream, 6, G * group);
-        let graph = capture(&stream, || bench.run(&stream, plan.work())).unwrap();
+        let mut graphs = HashMap::new();
         for rows in &batches {
             let arrays = arrays(rows);
             plan.replan(&geometry, &variant, &arrays.table(), &options).unwrap();
             plan.stage(&stream).unwrap();
+            let graph = graphs
+                .entry(plan.capture_key().unwrap())
+                .or_insert_with(|| capture(&stream, || bench.run(&stream, plan.work())).unwrap());
             // SAFETY: the bench and the plan's image are there and nobody else uses them.
             unsafe { graph.launch(&stream) }.unwrap();
             let captured = bench.bits(&stream);
