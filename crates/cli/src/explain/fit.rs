@@ -130,7 +130,7 @@ fn knobs(spec: &Spec, written: &dyn Fn(&str) -> bool) -> Vec<Knob> {
         all.push(Knob { key: format!("resources.{name}.num_worlds"), now, least: 1, turn });
     }
     if let Some(graph) = &spec.graph {
-        let turn = Box::new(|spec: &mut Spec, value| {
+        let turn = Box::new(|spec: &mut Spec, value: usize| {
             if let Some(graph) = &mut spec.graph {
                 graph.buckets.iter_mut().for_each(|bucket| *bucket = value.min(*bucket));
                 graph.buckets.dedup();
@@ -237,7 +237,7 @@ workload: { kind: synthetic, requests: 99, chunked_prefill: 4000, prompt_len: 30
         }
         // Buckets far beyond the batch: 64 Ki rows of queries and outputs.
         let sets = &["graph={ buckets: [8, 65536], slots: 2 }"];
-        let (text, _) = said(sets, 60 << 20);
+        let (text, _) = said(sets, 120 << 20);
         let value: usize = text
             .strip_prefix("lower the largest of graph.buckets from 65536 to at most ")
             .and_then(|value| value.parse().ok())

@@ -309,8 +309,8 @@ fn a_captured_run_goes_over_whatever_list_was_staged_last() {
         eager.run(&stream, plan.work()).unwrap();
         assert!(captured == eager.bits(&stream), "{:?}", arrays.indptr);
     }
-    // Decode rows that pad the batch, and with tiles beside them.
-    assert_eq!(graphs.len(), 2);
+    // Tiles of queries or none, and merges of as many query vectors: no more than are kept of a region.
+    assert!((2..=4).contains(&graphs.len()), "{}", graphs.len());
 }
 
 /// Decode rows that fill their bucket are one launch; others have a merge that writes what the padding yields; tiles are launched
