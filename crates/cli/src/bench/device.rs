@@ -125,7 +125,8 @@ impl Clock {
     }
 
     /// Times a step and its parts in turns. What any launch takes beside its work is taken off each: off the step once, since it
-    /// is one run of work, and off every part. A launch of nothing takes some work too, so that gaps are at most what is said.
+    /// is one run of work, and off every part. Alone, behind cold caches of
+    /// instructions too, kernels take a little more than in the step, so that small gaps vanish among them.
     fn gaps(&mut self, place: &Place, work: &mut Work, step: Step, quick: bool) -> anyhow::Result<Gaps> {
         let Step { mut parts, mut nothing, mut exact, nodes } = step;
         for part in &mut parts {
@@ -148,7 +149,7 @@ impl Clock {
             part.times as f64 * (middle(times).unwrap_or(0.0) - idle).max(0.0)
         };
         let (kernels, step): (f64, f64) = (parts.iter().zip(alone).map(of).sum(), (whole - idle).max(1e-9));
-        let percent = 100.0 * (step - kernels) / step;
+        let percent = (100.0 * (step - kernels) / step).max(0.0);
         let over_exact = middle(own).map(|own| whole / own);
         Ok(Gaps { kernels_us: kernels * 1e6, percent, nodes, over_exact })
     }

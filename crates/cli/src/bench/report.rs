@@ -211,7 +211,7 @@ fn measured(limits: &Limits) -> String {
             "{machine}, {threads} threads: read {read:.1} GB/s, multiply-add {f32s:.0} GFLOP/s f32, {bf16s:.0} bf16"
         );
     }
-    format!("{machine}, {threads} SMs\nread {read:.1} GB/s, mma.sync {bf16s:.0} GFLOP/s bf16")
+    format!("{machine}, {threads} SMs\nread {read:.1} GB/s, products {bf16s:.0} GFLOP/s bf16")
 }
 
 /// The machine, and the table's head.

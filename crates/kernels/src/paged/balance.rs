@@ -22,8 +22,8 @@ use super::{
 /// Keys of a tile of the kernels, at a multiple of which a leaf ends.
 const TILE: u32 = 64;
 
-/// Fewest keys of a leaf on a device.
-const LEAST: u32 = 128;
+/// Fewest keys of a leaf on a device: shorter ones cost more to join than they spread; see `docs/perf-notes.md`.
+const LEAST: u32 = 256;
 
 /// What the end of an item costs a block, in keys that it could have read meanwhile.
 const END: u64 = 96;
@@ -319,7 +319,7 @@ mod tests {
         assert_eq!(items(&latents(&[4096; 128], 16)), (4096, 128));
         assert_eq!(items(&latents(&[4096; 16], 128)), (1024, 64));
         let (longest, count) = items(&latents(&[8192], 16));
-        assert!(longest <= 128 && count <= 132, "{longest} {count}");
+        assert!(longest <= 256 && count <= 132, "{longest} {count}");
     }
 
     #[test]
