@@ -384,6 +384,9 @@ fn replayed(steps: &Rc<RefCell<Steps>>) -> anyhow::Result<(Work, usize)> {
     Ok((Box::new(work), nodes))
 }
 
+/// A piece of a step.
+type Part = Box<dyn FnMut(&mut Steps) -> anyhow::Result<()>>;
+
 fn step(rows: Rows) -> Case {
     let make = move |place: &Place| -> anyhow::Result<Made> {
         let made = |rows: Rows| -> anyhow::Result<Rc<RefCell<Steps>>> {
@@ -391,7 +394,7 @@ fn step(rows: Rows) -> Case {
         };
         let steps = made(rows)?;
         let (work, nodes) = replayed(&steps)?;
-        let part = |times: usize, mut part: Box<dyn FnMut(&mut Steps) -> anyhow::Result<()>>| {
+        let part = |times: usize, mut part: Part| {
             let steps = steps.clone();
             Alone { times, work: Box::new(move || part(&mut steps.borrow_mut())) }
         };
