@@ -278,8 +278,12 @@ DEVICE Run run_of(const Scores& p, u32 end_row) {
 
 MSTAR_KERNEL(scores_wide, Scores, THREADS, MIN_BLOCKS) {
     SHARED(shared);
-    // The table's first lines at once, which are read one after the other.
-    if (thread_x() * 128 < least(p.table_bytes, u64(4096))) prefetch_l2(reinterpret_cast<const u8*>(p.table) + thread_x() * 128);
+    // The table's first lines at once, which are read one after the other; its page ids are shared among blocks.
+    auto near = [&](u64 line) {
+        if (line * 128 < p.table_bytes) prefetch_l2(reinterpret_cast<const u8*>(p.table) + line * 128);
+    };
+    if (thread_x() < 32) near(thread_x());
+    if (p.table_bytes > 4096) near(u64(block_x()) * THREADS + thread_x());
     clear_states(p);
     const u32 w = warp(), l = lane(), g = l / 4, t = l % 4;
     const u32 end_row = least(p.row_end, p.table->rows);

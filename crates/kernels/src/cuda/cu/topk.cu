@@ -37,8 +37,11 @@ constexpr u32 GROUPS_AT = CLASSES, TICKET_AT = GROUPS_AT + THREADS, STATE = TICK
 constexpr u32 PLACE = 12, ABOVE = 1u << 31;
 static_assert(SEGMENT == 1u << PLACE && BELOW + PLACE == 31, "an entry's parts fill it");
 // In shared memory: sums of warps and what was found, first entries of segments, counters, entries.
-constexpr u32 FOUND_AT = WARPS, STARTS_AT = FOUND_AT + 16, MOST_STARTS = 512, COUNTERS_AT = STARTS_AT + MOST_STARTS, COUNTERS = 1024;
-constexpr u32 LIST_AT = COUNTERS_AT + COUNTERS, MOST_LISTED = 8192;
+constexpr u32 FOUND_AT = WARPS, STARTS_AT = FOUND_AT + 16, MOST_STARTS = 512, COUNTERS_AT = STARTS_AT + MOST_STARTS;
+// Bits below a class are counted by the upper ones, then by the lower ones.
+constexpr u32 LOWER_BITS = 9, LOWER = 1u << LOWER_BITS, UPPER = 1u << (BELOW - LOWER_BITS);
+static_assert(UPPER == 2 * THREADS && LOWER == THREADS, "counters of a thread");
+constexpr u32 LIST_AT = COUNTERS_AT + UPPER + LOWER, MOST_LISTED = 7680;
 static_assert((LIST_AT + MOST_LISTED) * 4 == 39040, "as in exec/select.rs");
 
 // The sum of `v` of the threads below, for the whole block; `sums` are WARPS words. Two barriers.
@@ -176,31 +179,60 @@ DEVICE Last last_of(const u32* state, u32 here, u32 topk, u32* shared) {
     return Last{found[0], found[1]};
 }
 
-// The bits below the class of the last of `left` picks among a list's entries of its class, and how many that equal it are picked.
-DEVICE Last last_below(const u32* list, u32 length, u32 left, u32* shared) {
-    u32 *found = shared + FOUND_AT, *counters = shared + COUNTERS_AT;
-    u32 base = 0;
-    NO_UNROLL
-    for (u32 round = 0; round < 2; round++) {
-        counters[thread_x()] = 0, counters[thread_x() + THREADS] = 0;
-        block_sync();
-        for (u32 i = thread_x(); i < length; i += THREADS) {
-            u32 entry = list[i], below = entry >> PLACE;
-            if (entry & ABOVE) continue;
-            if (round == 0) atomic_add(counters + (below >> 9), 1);
-            else if (below >> 9 == base >> 9) atomic_add(counters + (below & 511), 1);
-        }
-        block_sync();
-        u32 first = COUNTERS - 1 - 2 * thread_x(), all;
-        u32 upper = counters[first], lower = counters[first - 1];
-        u32 before = sum_below(upper + lower, shared, all);
-        if (before < left && left <= before + upper) found[0] = first, found[1] = left - before;
-        else if (before + upper < left && left <= before + upper + lower) found[0] = first - 1, found[1] = left - before - upper;
-        block_sync();
-        base |= round == 0 ? found[0] << 9 : found[0], left = found[1];
-        block_sync();
+// Which of a block's runs of counters, a thread each, has the one where counting from the top reaches `left`; that thread gets how many
+// come before its run, the others ~0. `sums` are WARPS words; one barrier.
+DEVICE u32 reached(u32 count, u32 left, u32* sums) {
+    const u32 of_warp = warp_add(count);
+    if (lane() == 0) sums[warp()] = of_warp;
+    block_sync();
+    u32 before = 0;
+    UNROLL
+    for (u32 w = 0; w < WARPS; w += 4) {
+        const U4 four = load16(sums + w);
+        const u32 those[4] = {four.x, four.y, four.z, four.w};
+        UNROLL
+        for (u32 i = 0; i < 4; i++) before += w + i < warp() ? those[i] : 0;
     }
-    return Last{base, left};
+    if (before >= left || left > before + of_warp) return ~0u;
+    u32 running = count;
+    UNROLL
+    for (u32 by = 1; by < 32; by *= 2) {
+        u32 below = shfl_up(running, by);
+        if (lane() >= by) running += below;
+    }
+    before += running - count;
+    return before < left && left <= before + count ? before : ~0u;
+}
+
+// The bits below the class of the last of `left` picks among a list's entries of its class, and how many that equal it are picked.
+// Both sets of counters are zeros.
+DEVICE Last last_below(const u32* list, u32 length, u32 left, u32* shared) {
+    u32 *found = shared + FOUND_AT, *upper = shared + COUNTERS_AT, *lower = upper + UPPER;
+    for (u32 i = thread_x(); i < length; i += THREADS) {
+        u32 entry = list[i];
+        if (!(entry & ABOVE)) atomic_add(upper + (entry >> (PLACE + LOWER_BITS)), 1);
+    }
+    block_sync();
+    // Two counters a thread, from the top.
+    const u32 first = UPPER - 1 - 2 * thread_x(), high = upper[first], low = upper[first - 1];
+    u32 before = reached(high + low, left, shared);
+    if (before != ~0u) {
+        if (left <= before + high) found[0] = first, found[1] = left - before;
+        else found[0] = first - 1, found[1] = left - before - high;
+    }
+    block_sync();
+    const u32 base = found[0];
+    left = found[1];
+    for (u32 i = thread_x(); i < length; i += THREADS) {
+        u32 entry = list[i], below = entry >> PLACE;
+        if (!(entry & ABOVE) && below >> LOWER_BITS == base) atomic_add(lower + (below & (LOWER - 1)), 1);
+    }
+    block_sync();
+    const u32 mine = LOWER - 1 - thread_x();
+    before = reached(lower[mine], left, shared);
+    if (before != ~0u) found[0] = mine, found[1] = left - before;
+    block_sync();
+    return Last{base << LOWER_BITS | found[0], found[1]};
 }
 
 // Writes a row's picks, all of whose segments have left their lists.
@@ -208,6 +240,7 @@ DEVICE void write_picks(const Topk& p, const Unit& unit, u32 left, u32* shared) 
     const u32 segments = most(1u, (unit.seen + SEGMENT - 1) / SEGMENT);
     u32* lengths = p.lengths + u64(unit.row - p.row_begin) * p.segments;
     u32* lists = unit.list;
+    for (u32 at = thread_x(); at < UPPER + LOWER; at += THREADS) shared[COUNTERS_AT + at] = 0;
     // Where each segment's entries come among all of the row.
     u32* starts = segments <= MOST_STARTS ? shared + STARTS_AT : lengths;
     u32 length = 0, all;
@@ -258,7 +291,14 @@ DEVICE void write_picks(const Topk& p, const Unit& unit, u32 left, u32* shared) 
         above += key > last.of || left == 0, equal += key == last.of && left != 0;
     }
     u32 all_above, all_equal;
-    above = sum_below(above, shared, all_above), equal = sum_below(equal, shared, all_equal);
+    if (fits) {
+        // Both at once: neither has more than 16 bits.
+        static_assert(MOST_LISTED < 1u << 16, "see there");
+        const u32 both = sum_below(above | equal << 16, shared, all);
+        above = both & 0xffff, equal = both >> 16, all_above = all & 0xffff, all_equal = all >> 16;
+    } else {
+        above = sum_below(above, shared, all_above), equal = sum_below(equal, shared, all_equal);
+    }
     i32* to = p.to + i64(unit.row) * p.to_stride;
     // The segment of the first entry: the last that starts at or before it.
     u32 segment = 0, past = segments;
