@@ -22,7 +22,7 @@ use super::{
 /// Keys of a tile of the kernels, at a multiple of which a leaf ends.
 const TILE: u32 = 64;
 
-/// Fewest keys of a leaf on a device: shorter ones cost more to join than they spread; see `docs/perf-notes.md`.
+/// Fewest keys of a leaf on a device, before those of a row are made alike: shorter ones cost more to join than they spread; see `docs/perf-notes.md`.
 const LEAST: u32 = 256;
 
 /// What the end of an item costs a block, in keys that it could have read meanwhile.
@@ -354,7 +354,7 @@ mod tests {
                 let keys = window.map_or(len, |left| len.min(left + 1));
                 assert_eq!(seen[row], 8 * keys as u64, "{kv_lens:?} {window:?}");
                 let leaf = list.rows[row].leaf_keys;
-                assert!(leaf.is_multiple_of(TILE) && leaf >= LEAST, "{leaf}");
+                assert!(leaf.is_multiple_of(TILE) && leaf >= LEAST / 2, "{leaf}");
             }
             let units = list.items.len() / 8;
             assert!(units <= most_units(&list, rows), "{units} of {rows} rows");
