@@ -154,22 +154,31 @@ fn select() -> Vec<Key> {
 
 /// Few query vectors: each width of a head, each number of rows, a soft cap once.
 fn decode() -> Vec<Key> {
-    const SOME: [[i64; 7]; 9] = [
-        [1, 64, 64, 16, 3, 0, 3],
-        [2, 64, 64, 64, 4, 1, 2],
+    const FEW: [[i64; 7]; 8] = [
+        [1, 64, 64, 8, 3, 0, 2],
+        [2, 64, 64, 16, 3, 1, 2],
+        [1, 128, 128, 8, 3, 0, 2],
+        [2, 128, 128, 8, 3, 1, 2],
         [1, 128, 128, 16, 3, 0, 2],
-        [2, 128, 128, 16, 3, 1, 2],
+        [1, 192, 128, 8, 2, 0, 2],
+        [2, 256, 256, 8, 3, 0, 1],
+        [1, 512, 256, 8, 2, 1, 1],
+    ];
+    const MORE: [[i64; 7]; 5] = [
+        [2, 64, 64, 64, 4, 1, 2],
         [2, 128, 128, 32, 3, 1, 2],
         [1, 128, 128, 64, 3, 0, 2],
-        [1, 192, 128, 16, 2, 0, 2],
         [2, 256, 256, 16, 3, 0, 1],
         [1, 512, 256, 16, 2, 1, 1],
     ];
+    let names = ["KV_TYPE", "WIDTH", "VALUES", "COLUMNS", "STAGES", "GENERAL", "RESIDENT"];
+    let few = |values: &[i64; 7]| with_all(Key::new(Unit::DECODE_FEW, "decode_few"), names, *values);
     let names = ["KV_TYPE", "WIDTH", "VALUES", "ROWS", "STAGES", "GENERAL", "RESIDENT"];
+    let more = |values: &[i64; 7]| with_all(Key::new(Unit::DECODE, "decode"), names, *values);
     // Of codes.
     const CODES: [[i64; 7]; 2] = [[1, 128, 128, 16, 3, 0, 2], [1, 64, 64, 32, 4, 1, 2]];
-    let of = |values: &[i64; 7]| with_all(Key::new(Unit::DECODE, "decode"), names, *values);
-    SOME.iter().map(of).chain(CODES.iter().map(|values| of(values).with("CODES", 1))).collect()
+    let codes = CODES.iter().map(|values| more(values).with("CODES", 1));
+    FEW.iter().map(few).chain(MORE.iter().map(more)).chain(codes).collect()
 }
 
 /// Many query vectors: each width of a head, each source, a soft cap once.

@@ -67,14 +67,7 @@ fn slots(list: &WorkList, processors: u32) -> u64 {
         _ => {
             // As `cuda/exec/heads.rs` builds them.
             let width = geometry.head_dim_qk.max(geometry.head_dim_vo);
-            let resident = if width <= 64 && geometry.group() <= DECODE_LANES {
-                3
-            } else if width <= 128 {
-                2
-            } else {
-                1
-            };
-            (geometry.num_kv_heads, resident)
+            (geometry.num_kv_heads, if width <= 128 { 2 } else { 1 })
         }
     };
     (u64::from(processors) * resident / each as u64).max(1)

@@ -187,15 +187,12 @@ fn level(list: &WorkList) -> Option<u32> {
     Some((1..=MOST_LEVEL).rev().find(|&level| items(level) >= MANY_ITEMS).unwrap_or(0))
 }
 
-/// Tickets of one key head of a row whose visible leaves are `first..end`, with items of `1 << level` leaves: one for each time
-/// that up to `1 << FAN` neighbouring nodes are joined.
+/// Tickets of one key head of a row whose visible leaves are `first..end`, with items of `1 << level` leaves: one for each node that
+/// up to `1 << FAN` children are joined to.
 fn tickets(first: u32, end: u32, mut level: u32) -> u32 {
     let nodes = |level: u32| ((end - 1) >> level) - (first >> level) + 1;
-    if nodes(level) == 1 {
-        return 0;
-    }
-    let mut all = 1;
-    while nodes(level) > 1 << FAN {
+    let mut all = 0;
+    while nodes(level) > 1 {
         level += FAN;
         all += nodes(level);
     }

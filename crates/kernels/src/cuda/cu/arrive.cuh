@@ -1,15 +1,15 @@
 // The last block to arrive joins the nodes of a row's tree, so that no second launch does.
 //
-// Items are nodes of one height. Up to FAN neighbours are joined by whichever block finds, from a ticket, that all of them are
-// there; what it makes is a node of the next height, or the row's result. Which block that is changes no bit. A ticket that has
-// served is 0 again: a captured run finds it as the first one did.
+// Items are nodes of one height. Those of them that have a parent FAN_BITS above in common are joined by whichever block finds,
+// from a ticket, that all of them are there; what it makes is that parent, or the row's result. Which block that is changes no bit.
+// A ticket that has served is 0 again: a captured run finds it as the first one did.
 #pragma once
 
 #include "node.cuh"
 
 constexpr u32 FAN_BITS = 4, FAN = 1 << FAN_BITS;
-// Columns of a value that a warp has at once; children whose states are loaded at once.
-constexpr u32 SPAN = 128, LOADED = 4;
+// Columns of a value that a warp has at once.
+constexpr u32 SPAN = 128;
 
 // Where the states of a row's leaves lie, under one key head.
 struct States {
@@ -26,76 +26,48 @@ DEVICE float* state_at(const States& states, u32 leaf) {
     return states.at + u64(most(leaf, states.first) - states.first) * states.stride;
 }
 
-// Nodes that wait for a sibling, for one warp: lane d has the d-th one's figures, `area` every thread's own columns.
-struct Waiting {
-    float m, l;
-    u32 level, index, depth;
-    Floats* acc;  // [FAN_BITS + 2][32]
-};
-DEVICE Node waiting_at(const Waiting& w, u32 at) {
-    return Node{shfl_idx(w.m, at), shfl_idx(w.l, at), w.acc[at * 32 + lane()]};
-}
-
-// Joins the nodes begin..end of a height for one query vector and these columns.
-DEVICE Node join_nodes(const Output& out, const States& states, u32 level, u32 begin, u32 end, u32 top_level, u32 of,
-                       u32 column, Floats* acc) {
-    Waiting w{0.0f, 0.0f, 0, 0, 0, acc};
-    NO_UNROLL
-    for (u32 from = begin; from < end; from += LOADED) {
-        Node next[LOADED];
+// Joins the nodes begin..end of a height, children of one parent, for one query vector and these columns. All are on their way
+// before the first is needed; children that are not there are empty.
+DEVICE Node join_nodes(const Output& out, const States& states, u32 level, u32 begin, u32 end, u32 of, u32 column) {
+    const u32 base = begin & ~(FAN - 1), top = end - 1 - base;
+    // A state is padded to whole lines, which are multiples of four floats. Lanes past it load what they do not use.
+    const u32 at = column < out.width ? column : 0;
+    Node nodes[FAN];
+    UNROLL
+    for (u32 i = 0; i < FAN; i++) {
+        nodes[i] = Node{-infinity(), 0.0f, Floats{0.0f, 0.0f, 0.0f, 0.0f}};
+        if (base + i < begin || i > top) continue;
+        Output state = out;
+        state.state = state_at(states, (base + i) << level);
+        nodes[i].m = load_fresh(state.m(of)), nodes[i].l = load_fresh(state.l(of));
+        const U4 v = load16_fresh(state.acc(of) + at);
+        nodes[i].acc = Floats{bits_float(v.x), bits_float(v.y), bits_float(v.z), bits_float(v.w)};
+    }
+    UNROLL
+    for (u32 h = 1; h < FAN; h *= 2) {
         UNROLL
-        for (u32 i = 0; i < LOADED; i++) {
-            Output state = out;
-            state.state = state_at(states, least(from + i, end - 1) << level);
-            next[i].m = load_fresh(state.m(of)), next[i].l = load_fresh(state.l(of));
-            U4 v{0, 0, 0, 0};
-            // A state is padded to whole lines, which are multiples of four floats.
-            if (column < out.width) v = load16_fresh(state.acc(of) + column);
-            next[i].acc = Floats{bits_float(v.x), bits_float(v.y), bits_float(v.z), bits_float(v.w)};
-        }
-        UNROLL
-        for (u32 i = 0; i < LOADED; i++) {
-            if (from + i >= end) break;
-            u32 height = level, index = from + i;
-            Node now = next[i];
-            NO_UNROLL
-            while (index % 2 == 1 && height < top_level) {
-                if (w.depth > 0) {
-                    u32 top = w.depth - 1;
-                    if (shfl_idx(w.level, top) != height || shfl_idx(w.index, top) != index - 1) break;
-                    now = joined(waiting_at(w, top), now);
-                    w.depth = top;
-                }
-                height += 1, index /= 2;
-            }
-            if (lane() == w.depth) w.m = now.m, w.l = now.l, w.level = height, w.index = index;
-            w.acc[w.depth * 32 + lane()] = now.acc;
-            w.depth += 1;
+        for (u32 i = 0; i < FAN; i += 2 * h) {
+            if (i + h <= top) meet(nodes[i], nodes[i + h]);
         }
     }
-    Node node = waiting_at(w, w.depth - 1);
-    NO_UNROLL
-    for (u32 left = w.depth - 1; left > 0; left--) node = joined(waiting_at(w, left - 1), node);
-    return node;
+    return nodes[0];
 }
 
-// Called by all threads of a block (4 warps) whose item's states are written. `area`: 16 KiB; `sums`: 129 words.
+// Called by all threads of a block (4 warps) whose item's states are written. `sums`: 129 words.
 template <class T>
-DEVICE void arrive(const Attend& p, const Task& task, u32 leaf, u8* area, float* sums) {
+DEVICE void arrive(const Attend& p, const Task& task, u32 leaf, float* sums) {
     const States states = states_of(p, task);
     Output out;
     out.group = p.H / p.G, out.lanes = task.q_count * out.group, out.width = p.Dv;
     out.head_begin = task.head * out.group, out.token_begin = task.token, out.state = nullptr;
     u32* tickets = p.tickets + task.ticket;
     u32* seen = reinterpret_cast<u32*>(sums + 128);
-    Floats* acc = reinterpret_cast<Floats*>(area) + warp() * (8 * 32);
     const u32 last = task.leaf_end - 1, slices = (p.Dv + SPAN - 1) / SPAN;
     u32 level = task.level, node = leaf >> level;
     for (;;) {
         const u32 lowest = task.leaf_first >> level, highest = last >> level, parent = node >> FAN_BITS;
-        const bool whole = highest - lowest < FAN;
-        const u32 begin = whole ? lowest : most(lowest, parent << FAN_BITS);
-        const u32 end = whole ? highest + 1 : least(highest + 1, (parent + 1) << FAN_BITS);
+        const bool whole = lowest >> FAN_BITS == highest >> FAN_BITS;
+        const u32 begin = most(lowest, parent << FAN_BITS), end = least(highest + 1, (parent + 1) << FAN_BITS);
         const u32 above = task.leaf_first >> (level + FAN_BITS);
         block_sync();
         if (thread_x() == 0) {
@@ -109,7 +81,7 @@ DEVICE void arrive(const Attend& p, const Task& task, u32 leaf, u8* area, float*
         NO_UNROLL
         for (u32 unit = warp(); unit < out.lanes * slices; unit += 4) {
             const u32 of = unit / slices, column = unit % slices * SPAN + 4 * lane();
-            Node sum = join_nodes(out, states, level, begin, end, whole ? 32 : level + FAN_BITS, of, column, acc);
+            const Node sum = join_nodes(out, states, level, begin, end, of, column);
             if (whole) {
                 float factor = finish(p, out, of, sum.m, sum.l, column == 0);
                 T* to = output_row<T>(p, out, of) + column;

@@ -1,4 +1,4 @@
-// Few query vectors over pages: keys and values are streamed once for all of a key head's.
+// Few query vectors over pages, of more than decode_few.cu takes, or over codes: keys and values are streamed once for all of a key head's.
 //
 // Four warps share 64-key tiles at absolute positions. Each loads and sums 16 of a tile's keys (ROWS 16; with 32 or 64 rows,
 // two or four warps share 32 or 64 keys and divide the rows) with its own running softmax; at a leaf's end the four are joined
@@ -720,7 +720,7 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
                 for (u32 i = 0; i < 4 && HELD; i++) held[HELD ? k : 0][i] = 0;
             }
             of = Lanes{}, tree = Tree{};
-            if (!single && p.tickets) arrive<T>(p, task, leaf, area + JOIN_AT, sums);
+            if (!single && p.tickets) arrive<T>(p, task, leaf, sums);
             job.index += grid_x();
         }
     }

@@ -30,3 +30,21 @@ DEVICE Node joined(const Node& a, const Node& b) {
                 Floats{both(a.acc.x, fa, b.acc.x, fb), both(a.acc.y, fa, b.acc.y, fb), both(a.acc.z, fa, b.acc.z, fb),
                        both(a.acc.w, fa, b.acc.w, fb)}};
 }
+
+// What the left and the right of two nodes are multiplied by when they are joined; the left one's largest logit becomes the join's.
+// An empty node, of -inf and zeros, changes nothing but the sign of a zero.
+struct Meeting {
+    float left, right;
+};
+DEVICE Meeting meet(float& m, float right) {
+    float top = most(m, right), reference = top == -infinity() ? 0.0f : top;
+    Meeting r{ex2(m - reference), ex2(right - reference)};
+    m = top;
+    return r;
+}
+DEVICE void meet(Node& a, const Node& b) {
+    const Meeting with = meet(a.m, b.m);
+    a.l = both(a.l, with.left, b.l, with.right);
+    a.acc = Floats{both(a.acc.x, with.left, b.acc.x, with.right), both(a.acc.y, with.left, b.acc.y, with.right),
+                   both(a.acc.z, with.left, b.acc.z, with.right), both(a.acc.w, with.left, b.acc.w, with.right)};
+}

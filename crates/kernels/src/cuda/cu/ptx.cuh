@@ -231,6 +231,12 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(shared_address(row)));
 }
+// An 8 x 8 matrix transposed: lane l has, and gets, the elements (l / 4, 2 (l % 4)) and the one right of it.
+DEVICE u32 transposed(u32 v) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+    return r;
+}
 // c[16 x 8] += a[16 x 16] b[16 x 8], f32 sums. With g = lane / 4, t = lane % 4:
 //   a[0] = (g, 2t..), a[1] = (g + 8, 2t..), a[2] = (g, 2t + 8..), a[3] = (g + 8, 2t + 8..);  (row, column), two columns each
 //   b[0] = (2t.., g), b[1] = (2t + 8.., g);                                               (row k, column n), two k each

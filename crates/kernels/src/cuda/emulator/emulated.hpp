@@ -266,7 +266,7 @@ static inline void barrier_arrive(u32 id, u32 count) {
     }
 }
 
-enum : u32 { XOR, IDX, UP, BALLOT, MATCH, ADD, MAX, SYNC, LDMATRIX, MMA, PRODUCT, STMATRIX };
+enum : u32 { XOR, IDX, UP, BALLOT, MATCH, ADD, MAX, SYNC, LDMATRIX, MMA, PRODUCT, STMATRIX, TRANSPOSE };
 
 template <class T>
 static inline u32 word(T v) {
@@ -495,6 +495,13 @@ static inline void ldmatrix(u32 (&r)[4], const void* row, bool transposed) {
 }  // namespace emulated
 DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) { emulated::ldmatrix(r, row, false); }
 DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) { emulated::ldmatrix(r, row, true); }
+
+DEVICE u32 transposed(u32 v) {
+    auto all = emulated::exchange(emulated::TRANSPOSE, &v, 1);
+    const u32 lane = thread_x() % 32, row = 2 * (lane % 4), column = lane / 4;
+    auto element = [&](u32 row) { return all[4 * row + column / 2][0] >> (16 * (column % 2)) & 0xffff; };
+    return element(row) | element(row + 1) << 16;
+}
 
 template <class T>
 DEVICE void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {

@@ -6,7 +6,7 @@
 
 use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
-use crate::paged::{Stored, in_codes, in_halves};
+use crate::paged::{DECODE_LEAF, Stored, in_codes, in_halves};
 use crate::work::WorkList;
 
 use super::Choice;
@@ -44,7 +44,8 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
         true if codes => {
             decode(width, values, geometry.group(), optin, true).or_else(|| codes_tile(width, values, optin))
         }
-        true => decode(width, values, geometry.group(), optin, false),
+        true => few(width, values, geometry.group(), most_vectors(work), optin)
+            .or_else(|| decode(width, values, geometry.group(), optin, false)),
         false if codes => codes_tile(width, values, optin),
         false => tile(width, values, optin, if changed && !whole { 1 } else { 2 }),
     }?;
@@ -56,7 +57,7 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
     if codes {
         key = key.with("CODES", 1);
     }
-    if key.unit != Unit::DECODE {
+    if !takes_tasks(&key) {
         key = key.with("SOURCE", source(work));
     }
     if work.stored == Stored::Blocks {
@@ -109,6 +110,48 @@ impl Shape {
 /// Bytes that each of `resident` blocks of a multiprocessor may have.
 fn share(optin: u32, resident: u32) -> usize {
     ((optin + RESERVED) / resident - RESERVED) as usize
+}
+
+/// Whether a kernel walks tasks, and joins what items leave by tickets.
+pub(super) fn takes_tasks(key: &Key) -> bool {
+    [Unit::DECODE, Unit::DECODE_FEW].iter().any(|unit| unit.name() == key.unit.name())
+}
+
+/// Query vectors of the largest item of few.
+fn most_vectors(work: &WorkList) -> usize {
+    let few = work.tasks.iter().map(|task| task.q_count as usize).max();
+    few.unwrap_or(1) * work.geometry.group()
+}
+
+// A leaf's quarter is a warp's: whole steps of 32 keys.
+const _: () = assert!(DECODE_LEAF.is_power_of_two() && DECODE_LEAF.is_multiple_of(4 * 32));
+
+/// Up to 16 query vectors a row, `vectors` of the largest item, by the kernel that takes 8 or 16 of them at a time, as `few_ring.cuh`
+/// lays its ring out: no bit depends on which, nor on how many stages there are. `None` where a warp's registers do not hold what
+/// 16 of them need.
+fn few(width: usize, values: usize, group: usize, vectors: usize, optin: u32) -> Option<Choice> {
+    let shape = Shape::of(width, values, MOST_VALUES)?;
+    let sixteen = vectors > 8 && shape.values <= 128;
+    if group > 16 || group > 8 && !sixteen && shape.values > 128 {
+        return None;
+    }
+    let columns = if sixteen { 16 } else { 8 };
+    let keys = if shape.width + shape.values <= 128 { 4 * 32 } else { 4 * 16 };
+    // What warps hand to each other at a round's end, and queries that registers do not hold.
+    let joined = if sixteen { (8 << 10) + 2048 } else { (16 << 10) + 1024 };
+    let held = columns / 8 * shape.width <= 128;
+    let fixed = joined + if held { 0 } else { 2 * columns * shape.width };
+    let (resident, stages) = (1..=2).rev().find_map(|resident| {
+        let stages = share(optin, resident).checked_sub(fixed)? / shape.stage(keys);
+        (stages >= if resident > 1 { 2 } else { 1 }).then_some((resident, stages.min(4)))
+    })?;
+    let key = Key::new(Unit::DECODE_FEW, "decode_few")
+        .with("WIDTH", shape.width as i64)
+        .with("VALUES", shape.values as i64)
+        .with("COLUMNS", columns as i64)
+        .with("STAGES", stages as i64)
+        .with("RESIDENT", resident.into());
+    Some(Choice { key, threads: 128, shared: (stages * shape.stage(keys) + fixed) as u32 })
 }
 
 /// Few query vectors: as many tiles in flight as fit, several blocks a multiprocessor where they do.
@@ -221,6 +264,12 @@ mod tests {
                     for group in [1, 16, 17, 64] {
                         let choice = decode(width, values, group, optin, false).expect("a stage fits");
                         assert!(choice.shared <= optin, "{}: {} bytes", choice.key, choice.shared);
+                        for vectors in [group, 16] {
+                            match few(width, values, group, vectors, optin) {
+                                Some(choice) => assert!(choice.shared <= optin, "{}", choice.key),
+                                None => assert!(group > 8, "{width}, {values}"),
+                            }
+                        }
                         match decode(width, values, group, optin, true) {
                             Some(choice) => assert!(choice.shared <= optin, "{}", choice.key),
                             None => assert!(optin < 200_000 && width.max(values) > 128, "{width}, {values}"),

@@ -108,13 +108,13 @@ impl Layout {
     /// Tickets that lists of this one's capacity never exceed, as [`Layout::bound`].
     pub(crate) fn most_tickets(work: &WorkList) -> usize {
         let leaves = match work.schedule {
-            Schedule::Throughput => most_units(work, work.rows.capacity()),
+            Schedule::Throughput => most_units(work, work.rows.capacity()) + work.rows.capacity(),
             Schedule::Invariant => {
                 work.pages.capacity() * work.geometry.page_size / DECODE_LEAF as usize
-                    + 2 * work.rows.capacity()
+                    + 3 * work.rows.capacity()
             }
         };
-        // At most one for two nodes, and a sixteenth as many for each height above.
+        // Two leaves may have three, if they have no parent in common; sixteen more leaves have no more than one or two more.
         leaves * work.geometry.num_kv_heads
     }
 

@@ -266,7 +266,7 @@ impl OnDevice {
         };
         let few = choice(few, Walk::Few)?;
         if work.tasks.iter().any(|task| task.level > 0)
-            && few.as_ref().is_some_and(|few| few.key.unit.name() != "decode.cu")
+            && few.as_ref().is_some_and(|few| !heads::takes_tasks(&few.key))
         {
             let why = "items of several leaves need a device of compute capability 8.0 or later".into();
             return Err(Error::Unsupported { operation: "attention", device, why });
@@ -359,7 +359,7 @@ pub(crate) fn attend(
     let mut params = parameters(call, numbers);
     params.image = on.image.address() as u64;
     params.partials = (workspace.as_mut_ptr() as u64).next_multiple_of(64);
-    if on.few.as_ref().is_some_and(|few| few.key.unit.name() == "decode.cu") {
+    if on.few.as_ref().is_some_and(|few| heads::takes_tasks(&few.key)) {
         params.tickets = on.tickets.of(params.partials);
     }
     for ready in [&on.few, &on.many].into_iter().flatten() {

@@ -39,6 +39,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("latent.cuh"),
     file!("latent_ring.cuh"),
     file!("tile.cuh"),
+    file!("few_ring.cuh"),
     file!("arrive.cuh"),
     file!("table.cuh"),
     file!("order.cuh"),
@@ -72,7 +73,9 @@ impl Unit {
     /// Synthetic queries, keys and values.
     pub const SYNTH: Unit = unit!("synth.cu");
 
-    /// Few query vectors over pages.
+    /// Few query vectors over pages: up to 16 of them, and more.
+    pub const DECODE_FEW: Unit = unit!("decode_few.cu");
+    /// As before.
     pub const DECODE: Unit = unit!("decode.cu");
     /// Many query vectors over pages, segments or blocks.
     pub const TILE: Unit = unit!("tile.cu");
@@ -103,6 +106,7 @@ impl Unit {
     pub const ALL: &[Unit] = &[
         Unit::PLAIN,
         Unit::MERGE,
+        Unit::DECODE_FEW,
         Unit::DECODE,
         Unit::TILE,
         Unit::LATENT,
