@@ -5,15 +5,12 @@
 //! and `-inf`. Leaves and families are the row's own, as for threads.
 //!
 //! Items of the decode kernel take an aligned run of leaves, as long as leaves are many: their nodes of the tree are joined in
-//! the block, and changes no bit. Such items have a [`Task`] each. So do those of the Hopper's kernel over latents, but for the task.
+//! the block, and changes no bit. So do those of the Hopper's kernel over latents of few heads. Such items have a [`Task`] each.
 
-use crate::Kernels;
 use crate::plan::Schedule;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, Task, WorkList};
 
-use super::family::{
-    LATENT_LEAVES, LATENT_TREE_HEADS, in_codes, in_halves, latent_tokens, latents_in_tensors,
-};
+use super::family::{LATENT_LEAVES, LATENT_TREE_HEADS, in_codes, in_halves, latent_tokens, latents_by_tasks};
 use super::schedule::{leaves, visible};
 use super::{Family, Geometry, Stored};
 
@@ -45,8 +42,11 @@ pub(super) struct Scratch {
     fused: Vec<Merge>,
 }
 
-/// Items that there are to be at least before one over latents takes several leaves: one for each multiprocessor of a large device.
-const MANY_LATENTS: u64 = 128;
+/// Multiprocessors of a large device: as many items over latents are worked on at a time.
+const MULTIPROCESSORS: u64 = 132;
+
+/// What a leaf of an item over latents costs, and the item's end, for one another.
+const LATENT_COSTS: [u64; 2] = [4, 1];
 
 /// Leaves of an item over latents, as a power of two. Changes no bit: their states are joined as a merge would join them.
 fn latent_level(list: &WorkList) -> u32 {
@@ -55,27 +55,37 @@ fn latent_level(list: &WorkList) -> u32 {
     }
     let geometry = &list.geometry;
     let heads = geometry.num_qo_heads;
-    if list.stored != Stored::Latents
-        || list.kernels != Kernels::Wgmma
-        || heads > LATENT_TREE_HEADS
-        || !latents_in_tensors(geometry)
-    {
+    if !over_latents(list) || heads > LATENT_TREE_HEADS {
         return 0;
     }
     #[cfg(all(test, feature = "cuda"))]
     if let Some(level) = forced::level() {
         return level;
     }
-    let mut all = 0u64;
+    // Items of a round are worked on at a time; what the last round leaves idle is worth a few more ends.
+    let mut items = [0u64; LATENT_LEAVES as usize + 1];
+    let mut longest = 1;
     for row in list.rows.iter().filter(|row| is_few(row)) {
         // The kernel that joins has room for no more query vectors.
         if row.q_len as usize * heads > LATENT_TREE_HEADS {
             return 0;
         }
         let (first, end) = leaves(row, visible(&list.variant, row, 0, row.q_len));
-        all += u64::from(end - first);
+        longest = longest.max(u64::from(end - first));
+        for (level, items) in items.iter_mut().enumerate().filter(|_| first < end) {
+            *items += u64::from(((end - 1) >> level) - (first >> level) + 1);
+        }
     }
-    (0..=LATENT_LEAVES).rev().find(|level| all >> level >= MANY_LATENTS).unwrap_or(0)
+    let [leaf, item] = LATENT_COSTS;
+    let time = |level: u32| {
+        items[level as usize].div_ceil(MULTIPROCESSORS) * (leaf * longest.min(1 << level) + item)
+    };
+    (0..=LATENT_LEAVES).rev().min_by_key(|&level| time(level)).unwrap_or(0)
+}
+
+/// Whether items of few query vectors are for the kernel over latents that takes tasks.
+fn over_latents(list: &WorkList) -> bool {
+    list.stored == Stored::Latents && latents_by_tasks(&list.geometry, list.target, list.kernels)
 }
 
 /// Whether a row's items have few query vectors.
@@ -135,11 +145,11 @@ pub(super) fn cut(list: &mut WorkList) {
         }));
     }
     list.few = few as usize * heads;
-    if level.is_some() {
+    if level.is_some() || over_latents(list) {
         let stages = |task: &Task| tickets(task.leaf_first, task.leaf_end, task.level);
         for &unit in &scratch.order[..few as usize] {
             let task = scratch.tasks[unit as usize];
-            let each = stages(&task);
+            let each = if level.is_some() { stages(&task) } else { 0 };
             list.tasks.extend((0..heads as u32).map(|head| Task {
                 head,
                 ticket: task.ticket + head * each,

@@ -3,8 +3,8 @@
 //! Both follow from the geometry and the row's *own* query length alone, never from its neighbours: this is
 //! what makes a row's bits independent of the batch it runs in.
 
-use crate::DType;
 use crate::work::ONE_LEAF;
+use crate::{DType, Kernels};
 
 use super::{Geometry, Target};
 
@@ -23,11 +23,15 @@ pub const DECODE_LANES: usize = 16;
 /// Keys a leaf of the latent family.
 pub const LATENT_LEAF: u32 = 512;
 
-/// Query heads up to which items of the Hopper's kernel over latents may have several leaves, up to [`LATENT_LEAVES`].
+/// Query vectors (tokens times heads) of a row up to which items of the Hopper's kernel over latents may have several leaves, up to
+/// [`LATENT_LEAVES`].
 pub(crate) const LATENT_TREE_HEADS: usize = 16;
 
 /// Most leaves of such an item, as a power of two; `cu/latent_few.cu` has the same.
-pub(crate) const LATENT_LEAVES: u32 = 2;
+pub(crate) const LATENT_LEAVES: u32 = 3;
+
+/// Keys a leaf of such rows: short, so that a row alone is spread over many blocks; an item of many rows has several.
+pub(crate) const LATENT_TREE_LEAF: u32 = 256;
 
 /// The widest latent and value that the tensor-core kernels over latents take.
 pub(crate) const LATENT_DEPTH: usize = 640;
@@ -55,6 +59,14 @@ pub(crate) fn latents_in_codes(geometry: &Geometry) -> bool {
 
 /// Query heads up to which few query vectors are worth a kernel of their own over latents.
 pub(crate) const LATENT_FEW_HEADS: usize = 32;
+
+/// Whether rows of few query vectors over latents are for that kernel, `cu/latent_few.cu`, which takes tasks.
+pub(crate) fn latents_by_tasks(geometry: &Geometry, target: Target, kernels: Kernels) -> bool {
+    target == Target::Blocks
+        && kernels == Kernels::Wgmma
+        && geometry.group() <= LATENT_FEW_HEADS
+        && latents_in_tensors(geometry)
+}
 
 /// Most keys of a leaf of the latent family on a device.
 pub(crate) const LATENT_LONGEST_LEAF: u32 = 4096;
@@ -103,8 +115,21 @@ pub(crate) enum Stored {
 impl Stored {
     /// Keys a leaf of a row. Over latents under many heads a device's blocks have no room for a second state, so that rows there have
     /// about four leaves, whatever their length: more would be as many states in memory.
-    pub(crate) fn leaf_keys(self, geometry: &Geometry, target: Target, q_len: usize, kv_len: u32) -> u32 {
+    pub(crate) fn leaf_keys(
+        self,
+        geometry: &Geometry,
+        target: Target,
+        kernels: Kernels,
+        q_len: usize,
+        kv_len: u32,
+    ) -> u32 {
         match self.family(geometry, q_len) {
+            Family::Latent
+                if latents_by_tasks(geometry, target, kernels)
+                    && q_len * geometry.group() <= LATENT_TREE_HEADS =>
+            {
+                LATENT_TREE_LEAF
+            }
             Family::Latent if target == Target::Blocks && geometry.group() > LATENT_FEW_HEADS => {
                 (kv_len.clamp(1, LATENT_LONGEST_LEAF * 4).next_power_of_two() / 4)
                     .clamp(LATENT_LEAF, LATENT_LONGEST_LEAF)

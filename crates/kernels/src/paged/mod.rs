@@ -35,7 +35,9 @@ pub(crate) use family::blocks_leaf;
 pub(crate) use family::latents_in_codes;
 pub use family::{APPEND_LEAF, APPEND_QUERIES, DECODE_LANES, DECODE_LEAF, Family, LATENT_LANES, LATENT_LEAF};
 #[cfg(feature = "cuda")]
-pub(crate) use family::{LATENT_FEW_HEADS, LATENT_TREE_HEADS, latents_in_tensors};
+pub(crate) use family::{
+    LATENT_FEW_HEADS, LATENT_TREE_HEADS, LATENT_TREE_LEAF, latents_by_tasks, latents_in_tensors,
+};
 #[cfg(feature = "cuda")]
 pub(crate) use family::{in_codes, in_halves};
 pub use geometry::{Geometry, MAX_HEAD_DIM};

@@ -61,7 +61,7 @@ pub(crate) fn renew(
     }
     let mut same = true;
     for index in 0..rows {
-        let new = table.row(geometry, stored, options.target, index);
+        let new = table.row(geometry, stored, options.target, options.kernels, index);
         if !same_row(list, new, index) {
             same = false;
             if list.target != Target::Blocks
@@ -75,7 +75,9 @@ pub(crate) fn renew(
     let mut balanced = std::mem::take(&mut list.scratch.balanced);
     balanced.clear();
     if !same && list.schedule == Schedule::Throughput {
-        balanced.extend((0..rows).map(|index| table.row(geometry, stored, options.target, index)));
+        balanced.extend(
+            (0..rows).map(|index| table.row(geometry, stored, options.target, options.kernels, index)),
+        );
         balanced.extend_from_slice(&list.rows[rows..]);
         if !planted("renewed-keeps-its-leaves") {
             balance_rows(list, &mut balanced, options);
@@ -98,7 +100,7 @@ pub(crate) fn renew(
     }
     for index in 0..rows {
         let leaf_keys = list.rows[index].leaf_keys;
-        list.rows[index] = table.row(geometry, stored, options.target, index);
+        list.rows[index] = table.row(geometry, stored, options.target, options.kernels, index);
         if list.schedule == Schedule::Throughput {
             list.rows[index].leaf_keys = leaf_keys;
         }

@@ -138,7 +138,7 @@ pub(crate) fn schedule_as(
     let rows = table.num_rows();
     list.pages.extend_from_slice(&table.kv_indices[..table.kv_indptr[rows] as usize]);
     for index in 0..rows {
-        let mut row = table.row(geometry, stored, options.target, index);
+        let mut row = table.row(geometry, stored, options.target, options.kernels, index);
         table.pack_mask(index, &mut row, &mut list.mask);
         list.rows.push(row);
     }
@@ -236,7 +236,8 @@ pub(crate) fn is_for(
     let used = usize::try_from(table.kv_indptr[rows]).unwrap_or(usize::MAX);
     table.kv_indices.get(..used) == Some(&list.pages[..])
         && table.check_rows(geometry).is_ok()
-        && (0..rows).all(|index| same_row(list, table.row(geometry, stored, list.target, index), index))
+        && (0..rows)
+            .all(|index| same_row(list, table.row(geometry, stored, list.target, list.kernels, index), index))
 }
 
 /// Whether a row of a table is the list's, whose leaves may have come of the whole batch.

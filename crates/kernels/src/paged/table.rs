@@ -2,7 +2,7 @@
 
 use crate::mutant::planted;
 use crate::work::{NO_MASK, Row};
-use crate::{Error, Result};
+use crate::{Error, Kernels, Result};
 
 use super::{Geometry, Stored, Target};
 
@@ -182,7 +182,7 @@ impl PageTable<'_> {
         }
         for row in 0..self.num_rows() {
             let entries = mask.indptr[row + 1] - mask.indptr[row];
-            let parsed = self.row(geometry, Stored::Heads, Target::Threads, row);
+            let parsed = self.row(geometry, Stored::Heads, Target::Threads, Kernels::Auto, row);
             let expected = i64::from(parsed.q_len) * i64::from(parsed.kv_len);
             if entries != 0 && entries != expected {
                 let why = format!("row {row} has {entries} entries; q_len * kv_len is {expected}");
@@ -193,7 +193,14 @@ impl PageTable<'_> {
     }
 
     /// Row `row` of a table that [`PageTable::check`] accepted, all but its mask.
-    pub(super) fn row(&self, geometry: &Geometry, stored: Stored, target: Target, row: usize) -> Row {
+    pub(super) fn row(
+        &self,
+        geometry: &Geometry,
+        stored: Stored,
+        target: Target,
+        kernels: Kernels,
+        row: usize,
+    ) -> Row {
         let (q_begin, q_end) = (self.qo_indptr[row], self.qo_indptr[row + 1]);
         let (page_begin, page_end) = (self.kv_indptr[row], self.kv_indptr[row + 1]);
         let page_count = (page_end - page_begin) as u32;
@@ -222,7 +229,7 @@ impl PageTable<'_> {
             page_begin: page_begin as u32,
             page_count,
             family: family as u32,
-            leaf_keys: stored.leaf_keys(geometry, target, q_len as usize, kv_len),
+            leaf_keys: stored.leaf_keys(geometry, target, kernels, q_len as usize, kv_len),
         }
     }
 

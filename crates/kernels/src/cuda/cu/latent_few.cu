@@ -1,36 +1,309 @@
-// Latent attention over a work list on a Hopper: 16 or 32 query vectors a block, and one warpgroup that sums.
+// Latent attention over a work list on a Hopper: 16 or 32 query vectors a block, by three warpgroups.
+//
+//   first      scores, softmax, and the left half of the result's columns
+//   second     the right half, with weights and factors that the first leaves in shared memory
+//   producer   gathers tiles of latents into a ring, and the block's queries
 //
 // Products are turned round, so that few query vectors pad nothing: scores are keys [64 x depth] times queries, and the result's
 // columns are values [64 of the width x keys] times weights. A tile in shared memory is the left operand of both. A thread has, of
 // a product, rows (keys, or columns of the result) lane / 4 and 8 below it of its warp's 16, and query vectors 8 j + 2 (lane % 4)
 // and the next.
 //
-// With 16 query vectors an item may have up to four leaves, an aligned run of them: their states are joined here, as a merge would
-// join them. The left one of two waits in registers, that of four in shared memory.
+// A tile has two parts: the lanes that are its values, and those behind them, which the first product alone reads: of these there is
+// one less, and the weights lie where they were. So three tiles fit where a latent has 576 lanes: one that is summed, and two that
+// are under way.
+//
+// With 16 query vectors an item may have up to eight leaves, an aligned run of them: their states are joined here, as a merge would
+// join them; those that wait for a sibling are in registers.
 //
 // Defines: those of latent_ring.cuh, with ROWS 16 or 32.
 
 #include "latent_ring.cuh"
 
-constexpr u32 THREADS = 2 * GROUP, WARPS = 4;
+constexpr u32 THREADS = 3 * GROUP, WARPS = 4;
 static_assert(ROWS == 16 || ROWS == 32, "columns of a product");
-constexpr bool TREES = ROWS == 16;
-// Query vectors that a thread has, and blocks of 64 columns of the result.
-constexpr u32 MINE = ROWS / 4, PARTS = WIDTH / LANES;
+// Registers of threads, of which a block has 168 each when it begins: groups that ask for more in all wait for ever.
+constexpr u32 PRODUCER = 104, CONSUMER = 200;
+static_assert(PRODUCER + 2 * CONSUMER <= 3 * 168, "see above");
+// Most leaves of an item, as a power of two; paged/family.rs has the same.
+constexpr u32 HEIGHT = ROWS == 16 ? 3 : 0;
+// Query vectors that a thread has; blocks of 64 columns of the result, and those of a group.
+constexpr u32 MINE = ROWS / 4, PARTS = WIDTH / LANES, HALF = PARTS / 2;
+// Blocks of a tile behind its values, and how many tiles have them at once.
+constexpr u32 REST = COLUMNS - PARTS, RESTS = STAGES == 2 ? 2 : STAGES - 1;
 
-// Weights: ROWS rows of 64 keys.
-constexpr u32 WEIGHTS_AT = AFTER_RING;
-// What warps tell each other of each query vector: two turns, so that nobody waits for readers.
-constexpr u32 EXCHANGE_AT = WEIGHTS_AT + ROWS * KEYS * 2;
-constexpr u32 TOLD_AT = EXCHANGE_AT + 2 * WARPS * ROWS * 4;
-constexpr u32 KEPT_AT = (TOLD_AT + sizeof(Told) + 15) / 16 * 16;
-// Floats of a state that a thread has.
-constexpr u32 OURS = PARTS * ROWS / 2 + 2 * MINE;
-constexpr u32 SHARED_BYTES = KEPT_AT + (TREES ? OURS * GROUP * 4 : 0);
+// Shared memory: queries, values, what is behind them, weights (ROWS rows of 64 keys, two turns) where nothing is, what warps tell each
+// other of each query vector, and what the first group tells the second, each in two turns, so that nobody waits for readers.
+constexpr u32 VALUE_BYTES = PARTS * BLOCK_BYTES, REST_BYTES = REST * BLOCK_BYTES, WEIGHT_BYTES = ROWS * KEYS * 2;
+constexpr u32 REST_AT = RING_AT + STAGES * VALUE_BYTES;
+constexpr u32 WEIGHTS_AT = REST_AT + RESTS * REST_BYTES;
+constexpr u32 EXCHANGE_AT = WEIGHTS_AT + (REST ? 0 : 2 * WEIGHT_BYTES);
+constexpr u32 FACTORS_AT = EXCHANGE_AT + 2 * WARPS * ROWS * 4;
+constexpr u32 TOLD_FROM = FACTORS_AT + 2 * 2 * ROWS * 4;
+
+// What a block works on: an item's query vectors from `first` on.
+struct Work {
+    Task task;
+    u32 first, reserved[3];
+};
+// What groups tell each other: marks of tiles; marks of an item and its queries, and the item, two in turn.
+struct FewTold {
+    Mark full[STAGES], empty[STAGES], queries, queries_read;
+    Work works[2];
+};
+constexpr u32 SHARED_BYTES = TOLD_FROM + sizeof(FewTold);
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
+static_assert(sizeof(Work) == 96 && TOLD_FROM % 16 == 0, "as in exec/latents.rs");
 
-// The named barrier of the warpgroup that sums.
-constexpr u32 TOGETHER = 1;
+// Named barriers: of the first group; of what it hands to the second, two in turn, and what the second has read. A group that only
+// arrives goes on.
+constexpr u32 TOGETHER = 1, THERE = 2, FREE = 4;
+
+// What groups find out of an item.
+struct Share {
+    u32 lo, to;   // keys lo..to are seen by some query vector of the block
+    u32 hi, H;
+    i64 before;   // keys that token 0 of the item sees under causality
+    u32 lanes;    // query vectors of the item
+    bool causal;
+
+    // One past the last key that a lane of the item sees.
+    u32 limit(u32 lane) const { return causal ? u32(least(most(before + i64(lane / H), i64(0)), i64(hi))) : hi; }
+    u32 tile() const { return lo / KEYS; }
+    u32 tiles() const { return lo < to ? (to + KEYS - 1) / KEYS : lo / KEYS; }
+};
+
+DEVICE Share share_of(const Attend& p, const Work& work) {
+    const Task& task = work.task;
+    Share share;
+    share.lo = task.lo, share.hi = task.hi, share.H = p.H, share.lanes = task.q_count * p.H;
+    // Query `i` of a row is at position kv_len - q_len + i.
+    share.before = task.first + 1, share.causal = p.flags & CAUSAL;
+    share.to = share.lanes ? share.limit(least(work.first + ROWS, share.lanes) - 1) : task.lo;
+    return share;
+}
+// Where an item's unfinished state goes; null where it writes the results.
+DEVICE float* state_of(const Attend& p, const Task& task) {
+    if (task.leaf_first >> task.level == (task.leaf_end - 1) >> task.level) return nullptr;
+    const u32 leaf = most(task.lo / task.leaf_keys >> task.level << task.level, task.leaf_first);
+    return p.partials + task.state + u64(leaf - task.leaf_first) * state_len(task.q_count * p.H, p.Dv);
+}
+
+// Calls `each(work, next, settled)` for what this block is to do. A task is read while the one before it is worked on: `next` is what
+// comes then once `each` has asked, as it does once, whether it is there.
+template <class Each>
+DEVICE void walk_tasks(const Attend& p, Each each) {
+    const Task* tasks = tasks_of(p.image);
+    // The image has room for a task a block: what is read before it is known whether there is one is of no consequence.
+    Work next;
+    next.task = tasks[block_x()], next.first = 0;
+    const u32 count = p.image->few, pieces = least((p.image->lanes + ROWS - 1) / ROWS, u32(PIECES));
+    // A piece of every item, then those that only items of several tokens have.
+    const u32 units = count * pieces;
+    u32 at = block_x();
+    if (at >= count && at < units) next.task = tasks[at % count], next.first = at / count * ROWS;
+    // Past what is not there: pieces that an item does not have, and items of picks that nobody has.
+    auto skip = [&]() {
+        NO_UNROLL
+        while (at < units && next.first >= next.task.q_count * p.H) {
+            at += grid_x();
+            if (at < units) next.task = tasks[at % count], next.first = at / count * ROWS;
+        }
+    };
+    skip();
+    NO_UNROLL
+    while (at < units) {
+        const Work work = next;
+        at += grid_x();
+        if (at < units) next.task = tasks[at % count], next.first = at / count * ROWS;
+        each(work, next, [&]() {
+            skip();
+            return at < units;
+        });
+    }
+}
+
+// ---- producer ----
+
+// Page ids of this thread's latents of a tile: they are asked for a tile before they are needed.
+struct Ids {
+    i32 page[TIMES];
+};
+// Where an item's latents are looked up.
+struct Book {
+    const i32* pages;
+    u32 lo, to, kv_offset;
+    bool whole;  // a tile lies in one page
+};
+DEVICE Book book_of(const Attend& p, const Work& work) {
+    const Share share = share_of(p, work);
+    const Task& task = work.task;
+    return Book{pages_of(p.image) + task.page_begin, share.lo, share.to, task.kv_offset,
+                p.S % KEYS == 0 && task.kv_offset % KEYS == 0};
+}
+DEVICE u32 my_key(u32 tile, u32 i) { return tile * KEYS + thread_x() % GROUP / PIECE + i * (KEYS / TIMES); }
+DEVICE Ids ids_of(const Attend& p, const Book& book, u32 tile) {
+    Ids ids{};
+    if (book.whole) {
+        i32 page = 0;
+        if (tile * KEYS < book.to) page = book.pages[(tile * KEYS - book.kv_offset) / p.S];
+        UNROLL
+        for (u32 i = 0; i < TIMES; i++) ids.page[i] = page;
+        return ids;
+    }
+    UNROLL
+    for (u32 i = 0; i < TIMES; i++) {
+        const u32 key = my_key(tile, i);
+        if (key >= book.lo && key < book.to) ids.page[i] = book.pages[(key - book.kv_offset) / p.S];
+    }
+    return ids;
+}
+// Where they lie; null for keys that nobody sees.
+DEVICE Latents places_of(const Attend& p, const Book& book, u32 tile, const Ids& ids) {
+    Latents latents;
+    latents.somewhere = reinterpret_cast<const Element*>(p.k.at);
+    const u32 whole_slot = book.whole ? (tile * KEYS - book.kv_offset) % p.S : 0;
+    UNROLL
+    for (u32 i = 0; i < TIMES; i++) {
+        const u32 key = my_key(tile, i);
+        const u32 slot = book.whole ? whole_slot + (key - tile * KEYS) : (key - book.kv_offset) % p.S;
+        const bool seen = key >= book.lo && key < book.to;
+        const i64 at = i64(ids.page[i]) * p.k.stride[0] + i64(slot) * p.k.stride[1];
+        latents.at[i] = seen ? latents.somewhere + at : nullptr;
+    }
+    return latents;
+}
+// What a loop that is not unrolled takes from registers.
+template <u32 N>
+DEVICE const Element* one_of(const Element* const (&of)[N], u32 i) {
+    const Element* one = of[0];
+    UNROLL
+    for (u32 k = 1; k < N; k++)
+        if (i == k) one = of[k];
+    return one;
+}
+// This thread's pieces of blocks of a tile, from block BEGIN to END. Each copy is one instruction where a latent is as wide as the tile.
+template <u32 BEGIN, u32 END>
+DEVICE void fetch_blocks(u8* to, const Latents& latents, u32 D, bool aligned) {
+    const u32 piece = thread_x() % PIECE;
+    if (aligned && D == COLUMNS * LANES) {
+        UNROLL
+        for (u32 block = BEGIN; block < END; block++)
+            UNROLL
+            for (u32 i = 0; i < TIMES; i++) {
+                const Element* from = (latents.at[i] ? latents.at[i] + piece * PIECE : latents.somewhere) + block * LANES;
+                cp_async_16(to + (block - BEGIN) * BLOCK_BYTES + i * (BLOCK_BYTES / TIMES), from, latents.at[i] != nullptr);
+            }
+        return;
+    }
+    NO_UNROLL
+    for (u32 block = BEGIN; block < END; block++)
+        NO_UNROLL
+        for (u32 i = 0; i < TIMES; i++) {
+            const Element* from = one_of(latents.at, i);
+            put(to + (block - BEGIN) * BLOCK_BYTES + i * (BLOCK_BYTES / TIMES), from, from, block * LANES + piece * PIECE, D, D, aligned);
+        }
+}
+
+DEVICE void fetch_queries(const Attend& p, u8* to, const Work& work, bool aligned) {
+    const u32 row = thread_x() % GROUP / PIECE, piece = thread_x() % PIECE, lanes = work.task.q_count * p.H, C = p.Dv, D = p.D;
+    const Element *nope[QUERY_TIMES], *pe[QUERY_TIMES];
+    UNROLL
+    for (u32 i = 0; i < QUERY_TIMES; i++) {
+        const u32 lane_of = work.first + row + i * (ROWS / QUERY_TIMES);
+        nope[i] = pe[i] = nullptr;
+        if (lane_of < lanes) {
+            const i64 token = i64(work.task.token) + lane_of / p.H, head = lane_of % p.H;
+            nope[i] = reinterpret_cast<const Element*>(p.q.at) + token * p.q.stride[0] + head * p.q.stride[1];
+            pe[i] = reinterpret_cast<const Element*>(p.q_pe.at) + token * p.q_pe.stride[0] + head * p.q_pe.stride[1];
+        }
+    }
+    if (aligned && C == WIDTH && D == DEPTH) {
+        UNROLL
+        for (u32 i = 0; i < QUERY_TIMES; i++) {
+            const bool there = nope[i] != nullptr;
+            const Element* from = there ? nope[i] + piece * PIECE : reinterpret_cast<const Element*>(p.q.at);
+            const Element* pe_from = there ? pe[i] + piece * PIECE : from;
+            UNROLL
+            for (u32 block = 0; block < DEPTH / LANES; block++)
+                cp_async_16(to + block * QUERY_BLOCK_BYTES + i * (QUERY_BLOCK_BYTES / QUERY_TIMES),
+                            block < WIDTH / LANES ? from + block * LANES : pe_from + (block * LANES - WIDTH), there);
+        }
+        return;
+    }
+    NO_UNROLL
+    for (u32 block = 0; block < DEPTH / LANES; block++)
+        NO_UNROLL
+        for (u32 i = 0; i < QUERY_TIMES; i++)
+            put(to + block * QUERY_BLOCK_BYTES + i * (QUERY_BLOCK_BYTES / QUERY_TIMES), one_of(nope, i), one_of(pe, i),
+                block * LANES + piece * PIECE, C, D, aligned);
+}
+
+DEVICE void produce_few(const Attend& p, u8* shared, FewTold& told) {
+    const u32 thread = thread_x() % GROUP;
+    const bool aligned = (p.flags & ALIGNED) && p.Dv % 8 == 0 && p.D % 8 == 0;
+    const u32 row = thread / PIECE, at = row * LANES * 2 + (thread % PIECE ^ row % 8) * 16;
+    Turn turn{0, 0};
+    u32 count = 0, rest = 0;
+    auto tell = [&](const Work& work) {
+        mark_wait(&told.queries_read, count % 2 ^ 1);
+        // Copies arrive by themselves, which says nothing of what was stored: that has an arrival of its own.
+        if (thread == 0) {
+            told.works[count % 2] = work;
+            mark_arrive(&told.queries);
+        }
+        count += 1;
+    };
+    Book book{};
+    Ids ids{};
+    bool begun = false;
+    walk_tasks(p, [&](const Work& work, const Work& next, auto settled) {
+        const Share share = share_of(p, work);
+        const u32 begin = share.tile(), end = share.tiles();
+        if (!begun) book = book_of(p, work), ids = ids_of(p, book, begin);
+        Book book_after{};
+        u32 tile = begin;
+        // The first tile goes ahead: the queries' place is free later than a tile's.
+        NO_UNROLL
+        do {
+            const Ids mine = ids;
+            if (tile + 1 < end) {
+                ids = ids_of(p, book, tile + 1);
+            } else if ((begun = settled())) {
+                book_after = book_of(p, next);
+                ids = ids_of(p, book_after, book_after.lo / KEYS);
+            }
+            if (tile < end) {
+                mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
+                const Latents latents = places_of(p, book, tile, mine);
+                fetch_blocks<0, PARTS>(shared + RING_AT + turn.slot * VALUE_BYTES + at, latents, p.D, aligned);
+                Mark* full = &told.full[turn.slot];
+                turn.next();
+                if (REST) {
+                    // Where there is one less, it is free as soon as the next tile's values have room.
+                    if (RESTS < STAGES) mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
+                    fetch_blocks<PARTS, COLUMNS>(shared + REST_AT + rest * REST_BYTES + at, latents, p.D, aligned);
+                    rest = rest + 1 == RESTS ? 0 : rest + 1;
+                }
+                announce(full, aligned);
+            }
+            if (tile == begin) {
+                tell(work);
+                if (begin < end) fetch_queries(p, shared + at, work, aligned);
+                announce(&told.queries, aligned);
+            }
+            tile += 1;
+        } while (tile < end);
+        book = book_after;
+    });
+    Work last{};
+    tell(last);
+    announce(&told.queries, aligned);
+    cp_async_commit();
+    cp_async_wait<0>();
+}
+
+// ---- consumers ----
 
 // The query vector of a thread's c-th column.
 DEVICE u32 my_column(u32 c) { return c / 2 * 8 + lane() % 4 * 2 + c % 2; }
@@ -53,27 +326,38 @@ DEVICE void join_rows(float (&of)[MINE], float* exchange, Join join) {
     }
 }
 
-// What a thread has of an unfinished state: sums over values, and of each query vector the largest score and the sum of weights.
+// What a thread has of an unfinished state: sums over its group's values, and of each query vector the largest score and the sum of
+// weights.
 struct State {
-    float out[PARTS][ROWS / 2], top[MINE], sum[MINE];
+    float out[HALF][ROWS / 2], top[MINE], sum[MINE];
 
     void clear() {
         UNROLL
-        for (u32 part = 0; part < PARTS; part++)
+        for (u32 part = 0; part < HALF; part++)
             UNROLL
             for (u32 i = 0; i < ROWS / 2; i++) out[part][i] = 0.0f;
         UNROLL
         for (u32 c = 0; c < MINE; c++) top[c] = -infinity(), sum[c] = 0.0f;
     }
+    void scale(const float (&factors)[MINE]) {
+        bool same = true;
+        UNROLL
+        for (u32 c = 0; c < MINE; c++) same = same && factors[c] == 1.0f;
+        // Only multiplications by 1 are left out.
+        if (warp_all(same)) return;
+        UNROLL
+        for (u32 part = 0; part < HALF; part++)
+            UNROLL
+            for (u32 i = 0; i < ROWS / 2; i++) out[part][i] *= factors[i / 4 * 2 + i % 2];
+    }
 };
 
-// Joins the state of keys to the left, of which `left` tells the floats in order; as merge.cu joins nodes.
-template <class Left>
-DEVICE void joined(State& state, Left left) {
+// Joins the state of keys to the left; as merge.cu joins nodes.
+DEVICE void join_left(State& state, const State& left) {
     float fa[MINE], fb[MINE];
     UNROLL
     for (u32 c = 0; c < MINE; c++) {
-        const float top = left(PARTS * ROWS / 2 + c), sum = left(PARTS * ROWS / 2 + MINE + c);
+        const float top = left.top[c], sum = left.sum[c];
         const bool none = top == -infinity() && sum == sum, all = state.top[c] == -infinity() && state.sum[c] == state.sum[c];
         const float m = most(top, state.top[c]), reference = m == -infinity() ? 0.0f : m;
         // Empty states are identities; one whose sum is NaN is not empty.
@@ -83,188 +367,313 @@ DEVICE void joined(State& state, Left left) {
         else if (!none) state.top[c] = m, state.sum[c] = fused(sum, fa[c], state.sum[c] * fb[c]);
     }
     UNROLL
-    for (u32 part = 0; part < PARTS; part++)
+    for (u32 part = 0; part < HALF; part++)
         UNROLL
         for (u32 i = 0; i < ROWS / 2; i++) {
             const u32 c = i / 4 * 2 + i % 2;
-            state.out[part][i] = fused(left(part * ROWS / 2 + i), fa[c], state.out[part][i] * fb[c]);
+            state.out[part][i] = fused(left.out[part][i], fa[c], state.out[part][i] * fb[c]);
         }
 }
-DEVICE float ours(const State& state, u32 i) {
-    constexpr u32 SUMS = PARTS * ROWS / 2;
-    return i < SUMS ? state.out[i / (ROWS / 2)][i % (ROWS / 2)] : i < SUMS + MINE ? state.top[i - SUMS] : state.sum[i - SUMS - MINE];
+
+// The nodes of an item that wait for a sibling.
+struct Tree {
+    State left[HEIGHT ? HEIGHT : 1];
+    u32 waits;  // a bit a height
+
+    // A leaf's node, joined with those left of it as far as their parents are complete; at the item's end, with all.
+    void join(State& state, u32 leaf, bool last) {
+        bool climbs = true;
+        UNROLL
+        for (i32 k = 0; k < i32(HEIGHT); k++) {
+            if (!climbs) continue;
+            climbs = last || (leaf >> k & 1);
+            if (climbs) {
+                if (waits >> k & 1) join_left(state, left[k]);
+                waits &= ~(1u << k);
+            } else {
+                left[k] = state, waits |= 1u << k;
+            }
+        }
+    }
+};
+
+// What the first group hands to the second, turn after turn.
+DEVICE float* factors_of(u8* shared, u32 turn) { return reinterpret_cast<float*>(shared + FACTORS_AT) + turn % 2 * 2 * ROWS; }
+DEVICE void hand_over(u32 turn) {
+    if (turn % 2) named_arrive(THERE + 1, 2 * GROUP);
+    else named_arrive(THERE, 2 * GROUP);
+}
+DEVICE void await(u32 turn) {
+    if (turn % 2) named_sync(THERE + 1, 2 * GROUP);
+    else named_sync(THERE, 2 * GROUP);
+}
+DEVICE void give_back(u32 turn) {
+    if (turn % 2) named_arrive(FREE + 1, 2 * GROUP);
+    else named_arrive(FREE, 2 * GROUP);
+}
+DEVICE void await_room(u32 turn) {
+    if (turn < 2) return;
+    if (turn % 2) named_sync(FREE + 1, 2 * GROUP);
+    else named_sync(FREE, 2 * GROUP);
 }
 
-DEVICE void store(const Attend& p, const Unit& unit, const float (&out)[PARTS][ROWS / 2], const float (&factors)[MINE]) {
-    const u32 first_row = warp() % WARPS * 16 + lane() / 4, C = p.Dv;
+// The weights of a tile: where what is behind its values was, which the first product alone reads.
+DEVICE u8* weights_of(u8* shared, u32 rest, u32 turn) {
+    return REST ? shared + REST_AT + rest * REST_BYTES : shared + WEIGHTS_AT + turn % 2 * WEIGHT_BYTES;
+}
+// Adds a tile's weighted values to half of the columns.
+DEVICE void weigh(State& state, const u8* latents, const u8* weights_at, u32 half) {
+    UNROLL
+    for (u32 part = 0; part < HALF; part++) pin(state.out[part]);
+    wgmma_fence();
+    const u64 values = tile_desc(latents + half * HALF * BLOCK_BYTES, BLOCK_BYTES, EIGHT_ROWS);
+    const u64 weights = tile_desc(weights_at, 0, EIGHT_ROWS);
+    UNROLL
+    for (u32 k = 0; k < KEYS / 16; k++)
+        UNROLL
+        for (u32 part = 0; part < HALF; part++)
+            wgmma_ss<Element, ROWS, true, false>(state.out[part], after(values, part * BLOCK_BYTES + k * 2 * EIGHT_ROWS),
+                                                 after(weights, k * 32), true);
+    wgmma_commit();
+    wgmma_wait<0>();
+    UNROLL
+    for (u32 part = 0; part < HALF; part++) pin(state.out[part]);
+}
+
+// The element of a result of one plane where a query vector's begins.
+DEVICE i64 row_of(const Place& place, u32 token, u32 head) { return i64(token) * place.token + i64(head) * place.head; }
+
+// Writes half of a block's results, or of its unfinished state; the first group what a query vector has one of.
+DEVICE void store(const Attend& p, const Work& work, const State& state, u32 half) {
+    const u32 w = warp() % WARPS, first_row = half * HALF * LANES + w * 16 + lane() / 4, C = p.Dv, lanes = work.task.q_count * p.H;
+    const bool write = half == 0 && w == 0 && lane() < 4;
+    Output output;
+    output.lanes = lanes, output.width = C, output.state = state_of(p, work.task);
     UNROLL
     for (u32 c = 0; c < MINE; c++) {
-        const u32 lane_of = unit.first + my_column(c);
-        if (lane_of >= unit.output.lanes) continue;
-        float* state = unit.output.direct() ? nullptr : unit.output.acc(lane_of);
-        Element* to = unit.output.direct() ? output_row<Element>(p, unit.output, lane_of) : nullptr;
-        UNROLL
-        for (u32 part = 0; part < PARTS; part++)
+        const u32 lane_of = work.first + my_column(c);
+        if (lane_of >= lanes) continue;
+        if (output.direct()) {
+            const u32 token = work.task.token + lane_of / p.H, head = lane_of % p.H;
+            const Root r = root(state.top[c], state.sum[c], p.sinks ? p.sinks + head : nullptr);
+            if (write && p.lse.at) reinterpret_cast<float*>(p.lse.at)[row_of(p.lse, token, head)] = r.lse;
+            Element* to = reinterpret_cast<Element*>(p.o.at) + row_of(p.o, token, head);
             UNROLL
-            for (u32 r = 0; r < 2; r++) {
-                const u32 column = part * LANES + first_row + 8 * r;
-                const float sum = out[part][c / 2 * 4 + 2 * r + c % 2];
-                if (column >= C) continue;
+            for (u32 i = 0; i < 2 * HALF; i++) {
+                const u32 column = i / 2 * LANES + first_row + i % 2 * 8;
                 // -0 becomes 0: whether a hidden key was skipped or weighed 0 must not show.
-                if (state) state[column] = sum;
-                else to[column] = from_float<Element>(sum * factors[c] + 0.0f);
+                if (column < C) to[column] = from_float<Element>(state.out[i / 2][c / 2 * 4 + i % 2 * 2 + c % 2] * r.factor + 0.0f);
             }
+            continue;
+        }
+        if (write) *output.m(lane_of) = state.top[c], *output.l(lane_of) = state.sum[c];
+        float* to = output.acc(lane_of);
+        UNROLL
+        for (u32 i = 0; i < 2 * HALF; i++) {
+            const u32 column = i / 2 * LANES + first_row + i % 2 * 8;
+            if (column < C) to[column] = state.out[i / 2][c / 2 * 4 + i % 2 * 2 + c % 2];
+        }
     }
 }
 
-DEVICE void consume(const Attend& p, u8* shared, Told& told) {
-    const u32 t = lane() % 4, w = warp() % WARPS, first_key = w * 16 + lane() / 4;
+// What the merges behind this launch read first, on its way to the second-level cache meanwhile.
+DEVICE void prefetch_merges(const Attend& p) {
+    const u32 from = p.image->merge_at, to = p.image->page_at;
+    if (p.image->merges == 0) return;
+    NO_UNROLL
+    for (u32 at = from + (block_x() * GROUP + thread_x() % GROUP) * 128; at < to; at += grid_x() * GROUP * 128)
+        prefetch_l2(reinterpret_cast<const u8*>(p.image) + at);
+}
+
+// Where a group is: in the ring, and in what the first group hands to the second.
+struct Stand {
+    Turn turn;
+    u32 rest, said, turns;
+
+    void next_tile() {
+        turn.next();
+        rest = rest + 1 == RESTS ? 0 : rest + 1;
+    }
+};
+
+// The first group's part of a leaf, or of what an item has of it: tiles begin..end, of which the last may be the item's.
+DEVICE void first_leaf(const Attend& p, u8* shared, FewTold& told, const Share& share, u32 first, u32 begin, u32 end, bool last,
+                       Stand& at, State& state) {
+    const u32 w = warp() % WARPS, first_key = w * 16 + lane() / 4, all_see = share.limit(first), lo = share.lo;
     const float scale = p.scale * LOG2_E;
     float* exchange = reinterpret_cast<float*>(shared + EXCHANGE_AT);
     const u64 queries = tile_desc(shared, 0, EIGHT_ROWS);
-    const u64 weights = tile_desc(shared + WEIGHTS_AT, 0, EIGHT_ROWS);
-    Turn turn{0, 0};
-    u32 said = 0;
-    each_told(told, [&](const Unit& unit) {
-        State state;
-        auto& out = state.out;
-        auto& top = state.top;
-        auto& sum = state.sum;
-        state.clear();
-        State left;
-        bool waits = false, kept = false;
-        const u32 begin = unit.tile(), end = unit.tiles(), all_see = unit.limit(unit.first), lo = unit.lo;
-        if (begin >= end) released(&told.queries_read);
-        const u32 leaf_keys = unit.row.leaf_keys;
-        float* keep = reinterpret_cast<float*>(shared + KEPT_AT) + thread_x() % GROUP;
-        auto finish_leaf = [&](u32 leaf, bool last) {
-            join_rows(sum, exchange + said * WARPS * ROWS, [](float a, float b) { return a + b; });
-            said ^= 1;
-            if (!TREES) return;
-            if (leaf % 2 == 1 && waits) joined(state, [&](u32 i) { return ours(left, i); });
-            if (leaf % 2 == 1) waits = false;
-            if (leaf / 2 == 1 && kept && (leaf % 2 == 1 || last)) joined(state, [&](u32 i) { return keep[i * GROUP]; });
-        };
-        NO_UNROLL
-        for (u32 tile = begin; tile < end; tile++) {
-            const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
-            mark_wait(&told.full[turn.slot], turn.parity);
-            async_fence();
-            float scores[ROWS / 2];
-            const u64 keys = tile_desc(latents, 0, EIGHT_ROWS);
-            wgmma_fence();
-            UNROLL
-            for (u32 step = 0; step < DEPTH / 16; step++)
-                wgmma_ss<Element, ROWS, false, false>(scores, after(keys, step / 4 * BLOCK_BYTES + step % 4 * 32),
-                                                      after(queries, step / 4 * QUERY_BLOCK_BYTES + step % 4 * 32), step != 0);
-            wgmma_commit();
-            wgmma_wait<0>();
-            pin(scores);
-            if (tile + 1 == end) released(&told.queries_read);
+    auto& top = state.top;
+    auto& sum = state.sum;
+    NO_UNROLL
+    for (u32 tile = begin; tile < end; tile++) {
+        const u8* latents = shared + RING_AT + at.turn.slot * VALUE_BYTES;
+        const u8* behind = shared + REST_AT + at.rest * REST_BYTES;
+        mark_wait(&told.full[at.turn.slot], at.turn.parity);
+        async_fence();
+        float scores[ROWS / 2];
+        const u64 keys = tile_desc(latents, 0, EIGHT_ROWS), keys_behind = tile_desc(behind, 0, EIGHT_ROWS);
+        wgmma_fence();
+        UNROLL
+        for (u32 step = 0; step < DEPTH / 16; step++)
+            wgmma_ss<Element, ROWS, false, false>(scores,
+                                                  step / 4 < PARTS ? after(keys, step / 4 * BLOCK_BYTES + step % 4 * 32)
+                                                                   : after(keys_behind, (step / 4 - PARTS) * BLOCK_BYTES + step % 4 * 32),
+                                                  after(queries, step / 4 * QUERY_BLOCK_BYTES + step % 4 * 32), step != 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(scores);
+        if (last && tile + 1 == end) mark_arrive(&told.queries_read);
 
-            UNROLL
-            for (u32 i = 0; i < ROWS / 2; i++) scores[i] *= scale;
-            if (tile * KEYS < lo || tile * KEYS + KEYS > all_see) {
-                UNROLL
-                for (u32 c = 0; c < MINE; c++) {
-                    const u32 limit = unit.limit(unit.first + my_column(c));
-                    UNROLL
-                    for (u32 r = 0; r < 2; r++) {
-                        const u32 key = tile * KEYS + first_key + 8 * r;
-                        if (key < lo || key >= limit) scores[c / 2 * 4 + 2 * r + c % 2] = -infinity();
-                    }
-                }
-            }
-            float now[MINE];
-            UNROLL
-            for (u32 c = 0; c < MINE; c++) now[c] = larger(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
-            // A NaN is passed over here, and makes the sum NaN.
-            join_rows(now, exchange + said * WARPS * ROWS, [](float a, float b) { return larger(a, b); });
-            said ^= 1;
-            float alpha[MINE];
-            bool same = true;
+        UNROLL
+        for (u32 i = 0; i < ROWS / 2; i++) scores[i] *= scale;
+        if (tile * KEYS < lo || tile * KEYS + KEYS > all_see) {
             UNROLL
             for (u32 c = 0; c < MINE; c++) {
-                const float most_now = larger(top[c], now[c]), reference = most_now == -infinity() ? 0.0f : most_now;
-                alpha[c] = top[c] == -infinity() ? 1.0f : ex2(top[c] - most_now);
-                same = same && alpha[c] == 1.0f;
-                top[c] = most_now;
-                float& upper = scores[c / 2 * 4 + c % 2];
-                float& lower = scores[c / 2 * 4 + 2 + c % 2];
-                upper = ex2(upper - reference), lower = ex2(lower - reference);
-                sum[c] = sum[c] * alpha[c] + (upper + lower);
-            }
-            // Weights of a query vector in a row, so that they are the right operand: pieces of 8 keys, turned by the row.
-            UNROLL
-            for (u32 j = 0; j < ROWS / 8; j += 2) {
-                const u32 words[4] = {pack<Element>(scores[4 * j], scores[4 * j + 1]), pack<Element>(scores[4 * j + 2], scores[4 * j + 3]),
-                                      pack<Element>(scores[4 * j + 4], scores[4 * j + 5]),
-                                      pack<Element>(scores[4 * j + 6], scores[4 * j + 7])};
-                const u32 row = j * 8 + lane() / 16 * 8 + lane() % 8, piece = 2 * w + lane() / 8 % 2;
-                stmatrix_x4_trans(shared + WEIGHTS_AT + row * KEYS * 2 + (piece ^ (row % 8)) * 16, words);
-            }
-            async_fence();
-            // Only multiplications by 1 are left out.
-            if (!warp_all(same)) {
+                const u32 limit = share.limit(first + my_column(c));
                 UNROLL
-                for (u32 part = 0; part < PARTS; part++)
-                    UNROLL
-                    for (u32 i = 0; i < ROWS / 2; i++) out[part][i] *= alpha[i / 4 * 2 + i % 2];
+                for (u32 r = 0; r < 2; r++) {
+                    const u32 key = tile * KEYS + first_key + 8 * r;
+                    if (key < lo || key >= limit) scores[c / 2 * 4 + 2 * r + c % 2] = -infinity();
+                }
             }
-            named_sync(TOGETHER, GROUP);
-            UNROLL
-            for (u32 part = 0; part < PARTS; part++) pin(out[part]);
-            wgmma_fence();
-            const u64 values = tile_desc(latents, BLOCK_BYTES, EIGHT_ROWS);
-            UNROLL
-            for (u32 k = 0; k < KEYS / 16; k++)
-                UNROLL
-                for (u32 part = 0; part < PARTS; part++)
-                    wgmma_ss<Element, ROWS, true, false>(out[part], after(values, part * BLOCK_BYTES + k * 2 * EIGHT_ROWS),
-                                                         after(weights, k * 32), true);
-            wgmma_commit();
-            wgmma_wait<0>();
-            UNROLL
-            for (u32 part = 0; part < PARTS; part++) pin(out[part]);
-            released(&told.empty[turn.slot]);
-            turn.next();
-
-            const bool last = tile + 1 == end;
-            if (!TREES || last || (tile + 1) * KEYS % leaf_keys != 0) continue;
-            // A leaf ends, and there are more.
-            const u32 leaf = tile * KEYS / leaf_keys % 4;
-            finish_leaf(leaf, false);
-            if (leaf % 2 == 0) {
-                left = state, waits = true;
-            } else {
-                UNROLL
-                for (u32 i = 0; i < OURS; i++) keep[i * GROUP] = ours(state, i);
-                kept = true;
-            }
-            state.clear();
         }
-        finish_leaf(begin < end ? (end - 1) * KEYS / leaf_keys % 4 : 0, true);
-        float factors[MINE];
+        float now[MINE];
+        UNROLL
+        for (u32 c = 0; c < MINE; c++) now[c] = larger(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
+        // A NaN is passed over here, and makes the sum NaN. Behind this all warps have read what is behind the values.
+        join_rows(now, exchange + at.said * WARPS * ROWS, [](float a, float b) { return larger(a, b); });
+        at.said ^= 1;
+        float alpha[MINE];
         UNROLL
         for (u32 c = 0; c < MINE; c++) {
-            const u32 lane_of = unit.first + my_column(c);
-            const bool write = w == 0 && lane() < 4;
-            factors[c] = 1.0f;
-            if (lane_of >= unit.output.lanes) continue;
-            if (unit.output.direct()) {
-                factors[c] = finish(p, unit.output, lane_of, top[c], sum[c], write);
-            } else if (write) {
-                *unit.output.m(lane_of) = top[c], *unit.output.l(lane_of) = sum[c];
-            }
+            const float most_now = larger(top[c], now[c]), reference = most_now == -infinity() ? 0.0f : most_now;
+            alpha[c] = top[c] == -infinity() ? 1.0f : ex2(top[c] - most_now);
+            top[c] = most_now;
+            float& upper = scores[c / 2 * 4 + c % 2];
+            float& lower = scores[c / 2 * 4 + 2 + c % 2];
+            upper = ex2(upper - reference), lower = ex2(lower - reference);
+            sum[c] = sum[c] * alpha[c] + (upper + lower);
         }
-        store(p, unit, out, factors);
-    });
+        await_room(at.turns);
+        float* factors = factors_of(shared, at.turns);
+        if (w == 0 && lane() < 4)
+            UNROLL
+            for (u32 c = 0; c < MINE; c++) factors[my_column(c)] = alpha[c];
+        // Weights of a query vector in a row, so that they are the right operand: pieces of 8 keys, turned by the row.
+        u8* weights = weights_of(shared, at.rest, at.turns);
+        UNROLL
+        for (u32 j = 0; j < ROWS / 8; j += 2) {
+            const u32 words[4] = {pack<Element>(scores[4 * j], scores[4 * j + 1]), pack<Element>(scores[4 * j + 2], scores[4 * j + 3]),
+                                  pack<Element>(scores[4 * j + 4], scores[4 * j + 5]),
+                                  pack<Element>(scores[4 * j + 6], scores[4 * j + 7])};
+            const u32 row = j * 8 + lane() / 16 * 8 + lane() % 8, piece = 2 * w + lane() / 8 % 2;
+            stmatrix_x4_trans(weights + row * KEYS * 2 + (piece ^ (row % 8)) * 16, words);
+        }
+        async_fence();
+        hand_over(at.turns);
+        at.turns++;
+        state.scale(alpha);
+        named_sync(TOGETHER, GROUP);
+        weigh(state, latents, weights, 0);
+        released(&told.empty[at.turn.slot]);
+        at.next_tile();
+    }
+    if (begin >= end) mark_arrive(&told.queries_read);
+    join_rows(sum, exchange + at.said * WARPS * ROWS, [](float a, float b) { return a + b; });
+    at.said ^= 1;
+    await_room(at.turns);
+    float* figures = factors_of(shared, at.turns);
+    if (w == 0 && lane() < 4)
+        UNROLL
+        for (u32 c = 0; c < MINE; c++) figures[my_column(c)] = top[c], figures[ROWS + my_column(c)] = sum[c];
+    hand_over(at.turns);
+    at.turns++;
+}
+
+// The second group's.
+DEVICE void second_leaf(u8* shared, FewTold& told, u32 begin, u32 end, Stand& at, State& state) {
+    NO_UNROLL
+    for (u32 tile = begin; tile < end; tile++) {
+        mark_wait(&told.full[at.turn.slot], at.turn.parity);
+        await(at.turns);
+        async_fence();
+        const float* factors = factors_of(shared, at.turns);
+        float alpha[MINE];
+        UNROLL
+        for (u32 c = 0; c < MINE; c++) alpha[c] = factors[my_column(c)];
+        state.scale(alpha);
+        weigh(state, shared + RING_AT + at.turn.slot * VALUE_BYTES, weights_of(shared, at.rest, at.turns), 1);
+        give_back(at.turns);
+        at.turns++;
+        released(&told.empty[at.turn.slot]);
+        at.next_tile();
+    }
+    await(at.turns);
+    const float* figures = factors_of(shared, at.turns);
+    UNROLL
+    for (u32 c = 0; c < MINE; c++) state.top[c] = figures[my_column(c)], state.sum[c] = figures[ROWS + my_column(c)];
+    give_back(at.turns);
+    at.turns++;
+}
+
+// By both groups. What they do alike is the same instructions: few of them are cold when a launch begins.
+DEVICE void consume(const Attend& p, u8* shared, FewTold& told, u32 group) {
+    Stand at{{0, 0}, 0, 0, 0};
+    NO_UNROLL
+    for (u32 count = 0;; count++) {
+        mark_wait(&told.queries, count % 2);
+        const Work& work = told.works[count % 2];
+        if (work.task.q_count == 0) break;
+        if (group == 1) mark_arrive(&told.queries_read);
+        const Share share = share_of(p, work);
+        const u32 end = share.tiles(), leaf_keys = work.task.leaf_keys;
+        State state;
+        Tree tree;
+        state.clear();
+        tree.waits = 0;
+        u32 tile = share.tile();
+        NO_UNROLL
+        for (;;) {
+            const u32 leaf = tile * KEYS / leaf_keys, leaf_end = least(end, (leaf + 1) * (leaf_keys / KEYS));
+            const bool last = leaf_end >= end;
+            if (group == 0) first_leaf(p, shared, told, share, work.first, tile, leaf_end, last, at, state);
+            else second_leaf(shared, told, tile, leaf_end, at, state);
+            tree.join(state, leaf, last);
+            if (last) break;
+            state.clear();
+            tile = leaf_end;
+        }
+        store(p, work, state, group);
+    }
+    // What the second group gave back last is waited for by nobody else.
+    if (group == 0) {
+        await_room(at.turns);
+        await_room(at.turns + 1);
+    }
 }
 
 MSTAR_KERNEL(latent_few, Attend, THREADS, 1) {
     SHARED(shared);
-    Told& told = *reinterpret_cast<Told*>(shared + TOLD_AT);
-    start(told, WARPS);
-    if (group_index() == 1) produce(p, shared, told);
-    else consume(p, shared, told);
+    FewTold& told = *reinterpret_cast<FewTold*>(shared + TOLD_FROM);
+    if (thread_x() == 0) {
+        UNROLL
+        for (u32 slot = 0; slot < STAGES; slot++) {
+            mark_init(&told.full[slot], GROUP);
+            mark_init(&told.empty[slot], 2 * WARPS);
+        }
+        mark_init(&told.queries, GROUP + 1);
+        mark_init(&told.queries_read, 2 * GROUP);
+        marks_ready();
+    }
+    block_sync();
+    const u32 group = group_index();
+    if (group == 2) {
+        registers_fewer<PRODUCER>();
+        produce_few(p, shared, told);
+    } else {
+        registers_more<CONSUMER>();
+        if (group == 1) prefetch_merges(p);
+        consume(p, shared, told, group);
+    }
 }

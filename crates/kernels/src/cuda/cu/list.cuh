@@ -45,7 +45,8 @@ struct Image {
     u32 flag_at, position_at, table_at;
     u32 few;    // items of few query vectors (families Decode and Latent), which come first
     u32 fused;  // of the merges, the last ones, which the decode kernel does where it has tickets
-    u32 reserved[3];
+    u32 lanes;  // over latents, most query vectors of an item with a task
+    u32 reserved[2];
 };
 static_assert(sizeof(Image) == 80, "as in exec/image.rs");
 

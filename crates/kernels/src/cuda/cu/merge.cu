@@ -15,7 +15,8 @@ typedef Bf16 Result;
 typedef F16 Result;
 #endif
 
-constexpr u32 WARPS = 4, AHEAD = 4, SLICE = 128;
+// Parts that a warp has on their way at once.
+constexpr u32 WARPS = 4, AHEAD = LEVELS <= 4 ? 4 : 8, SLICE = 128;
 
 // Nodes that wait for a sibling, for one warp.
 struct Waiting {

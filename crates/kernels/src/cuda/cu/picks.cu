@@ -4,6 +4,7 @@
 // Defines: Q_TYPE and KV_TYPE (0 f32, 1 bf16, 2 f16; of latents also 3, e4m3 under scales).
 
 #include "codes.cuh"
+#include "node.cuh"
 #include "sparse.cuh"
 
 #if Q_TYPE == 0
@@ -29,9 +30,10 @@ DEVICE float lane_of(const T* latent, u32 lane, u32) {
 }
 DEVICE float lane_of(const u8* latent, u32 lane, u32 C) { return latent_lane(latent, lane, C); }
 
-// Where the arrays of the list lie that rows row_begin..row_end are put as: of every row its picks as pages of one slot, an item a leaf.
+// Where the arrays of the list lie that rows row_begin..row_end are put as: of every row its picks as pages of one slot.
 struct Listed {
     Image* image;
+    Task* tasks;
     Row* rows;
     Item* items;
     Member* members;
@@ -39,36 +41,44 @@ struct Listed {
 };
 DEVICE Listed listed(const Sparse& p, u32 items) {
     const u32 rows = p.row_end - p.row_begin;
-    const u32 row_at = sizeof(Image), item_at = row_at + rows * u32(sizeof(Row));
+    const u32 task_at = sizeof(Image), row_at = task_at + items * u32(sizeof(Task)), item_at = row_at + rows * u32(sizeof(Row));
     const u32 member_at = item_at + (items * u32(sizeof(Item)) + 15) / 16 * 16;
-    return Listed{reinterpret_cast<Image*>(p.image), reinterpret_cast<Row*>(p.image + row_at), reinterpret_cast<Item*>(p.image + item_at),
-                  reinterpret_cast<Member*>(p.image + member_at),
+    return Listed{reinterpret_cast<Image*>(p.image), reinterpret_cast<Task*>(p.image + task_at), reinterpret_cast<Row*>(p.image + row_at),
+                  reinterpret_cast<Item*>(p.image + item_at), reinterpret_cast<Member*>(p.image + member_at),
                   reinterpret_cast<i32*>(p.image + member_at + u64(items) * sizeof(Member))};
 }
-// Items of rows first..row: a leaf each of rows of few queries, whether it has picks or not, and of others one.
+// Items of rows first..row: as many of each row of few queries as K picks have, and of others one.
 DEVICE u32 items_of(const Sparse& p, u32 first, u32 row) {
     return few_rows(p.table, first, row) * p.leaves + many_rows(p.table, first, row);
 }
 DEVICE void list_head(const Sparse& p, const Listed& to, u32 items) {
     auto at = [&](const void* array) { return u32(reinterpret_cast<const u8*>(array) - p.image); };
     Image image{};
-    image.rows = image.tokens = p.row_end - p.row_begin, image.items = items;
+    image.rows = image.tokens = p.row_end - p.row_begin, image.items = image.few = items, image.lanes = p.H;
     image.row_at = at(to.rows), image.item_at = at(to.items), image.member_at = at(to.members), image.page_at = at(to.pages);
     *to.image = image;
 }
 // By the first threads of a block. An item without picks has no queries, but for a row's first: a row that picks nothing is one leaf
 // without keys.
 DEVICE void list_row(const Sparse& p, const Listed& to, u32 row, u32 count) {
-    const u32 index = row - p.row_begin, leaf_picks = leaf_of(p, row), leaves = leaf_picks == ONE_LEAF ? 1 : p.leaves;
-    if (thread_x() >= leaves) return;
-    if (thread_x() == 0) to.rows[index] = Row{NO_MASK, 0, row, 1, count, 0, 0, index * p.topk, count, 0, leaf_picks};
-    const bool direct = count <= leaf_picks;
+    const u32 index = row - p.row_begin, span = span_of(p, row), items = span == ONE_LEAF ? 1 : p.leaves;
+    if (thread_x() >= items) return;
+    if (thread_x() == 0) to.rows[index] = Row{NO_MASK, 0, row, 1, count, 0, 0, index * p.topk, count, 0, span};
+    const bool direct = count <= span;
     const u64 first = direct ? 0 : u64(few_rows(p.table, p.row_begin, row)) * p.leaves;
-    for (u32 leaf = thread_x(); leaf < leaves; leaf += threads()) {
-        const bool real = leaf == 0 || leaf * leaf_picks < count;
-        const u32 at = items_of(p, p.row_begin, row) + leaf;
-        to.items[at] = Item{0, at, 1, 0, 1, 0, real ? 1u : 0u, leaf, leaf + 1};
-        to.members[at] = Member{direct ? DIRECT : (first + leaf) * state_len(p.H, p.C), index, 0};
+    for (u32 item = thread_x(); item < items; item += threads()) {
+        const bool real = item == 0 || item * span < count;
+        const u32 at = items_of(p, p.row_begin, row) + item;
+        to.items[at] = Item{0, at, 1, 0, 1, 0, real ? 1u : 0u, item, item + 1};
+        Task& task = to.tasks[at];
+        task.lo = item * span, task.hi = real ? least(count, (item + 1) * span) : item * span;
+        task.page_begin = index * p.topk, task.kv_offset = task.head = task.mask_words = 0;
+        task.leaf_keys = span == ONE_LEAF ? ONE_LEAF : p.leaf, task.level = p.level;
+        // Its own leaves, and where others follow or come before, some of another item: a state, which lies where `state` says.
+        task.leaf_first = item << p.level, task.leaf_end = task.leaf_first + (direct ? 1 : 2 << p.level);
+        task.ticket = 0, task.token = row, task.q_begin = 0, task.q_count = real, task.mask_begin = NO_MASK;
+        task.state = (first + item) * state_len(p.H, p.C), task.first = i64(count) - 1;
+        to.members[at] = Member{direct ? DIRECT : (first + item) * state_len(p.H, p.C), index, 0};
     }
 }
 
@@ -96,7 +106,7 @@ DEVICE Mine mine_of(const Sparse& p, const i32* picks, u32 from) {
 
 // Counts a row's picks, and puts it into the list, if there is one. Picks that are listed in ascending order, then -1, are read where
 // they are; others are ranked by counting, which no list that a selection makes needs.
-MSTAR_KERNEL(picks_order, Sparse, ORDER_THREADS, 4) {
+MSTAR_KERNEL(picks_order, Sparse, ORDER_THREADS, 3) {
     SHARED(shared);
     // Sums of warps, two in turn.
     u32(*sums)[ORDER_THREADS / 32] = reinterpret_cast<u32(*)[ORDER_THREADS / 32]>(shared);
@@ -180,46 +190,51 @@ DEVICE u32 few_row(const Sparse& p, u32 before) {
     return first;
 }
 
-// Joins the leaves of rows that have several, from the first on, and writes the result. A warp has one head of a row and 128
-// columns, four a lane.
-MSTAR_KERNEL(picks_merge, Sparse, 128, 4) {
-    constexpr u32 AHEAD = 4;
-    const u32 slices = (p.C + 127) / 128;
+// Joins the items of rows that have several along the tree of their leaves, as merge.cu does, and writes the result. A warp has one head
+// of a row and 128 columns, four a lane.
+MSTAR_KERNEL(picks_merge, Sparse, 128, 3) {
+    // Items that are on their way at once; heights at which a node can wait: nodes of the highest are joined one after the other.
+    constexpr u32 AHEAD = 8, HEIGHTS = 6;
+    const u32 slices = (p.C + 127) / 128, span = p.leaf << p.level;
     const u64 rows = few_rows(p.table, p.row_begin, end_row(p));
     // Where all rows are of few queries, each is as many rows on.
     const bool all = rows == end_row(p) - p.row_begin;
     for (u64 unit = u64(block_x()) * 4 + warp(); unit < rows * p.H * slices; unit += u64(grid_x()) * 4) {
         const u32 slice = u32(unit % slices), head = u32(unit / slices % p.H), before = u32(unit / slices / p.H);
-        const u32 column = slice * 128 + lane() * 4;
-        const float* first = p.partials + u64(before) * p.leaves * state_len(p.H, p.C);
         const u32 row = all ? p.row_begin + before : few_row(p, before), count = picks_of(p, row).count;
-        if (count <= p.leaf) continue;
-        const u32 leaves = (count + p.leaf - 1) / p.leaf;
-        float m = -infinity(), l = 0.0f, acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        NO_UNROLL
-        for (u32 from = 0; from < leaves; from += AHEAD) {
-            float their_m[AHEAD], their_l[AHEAD];
-            U4 their[AHEAD];
+        if (count <= span) continue;
+        const u32 column = slice * 128 + lane() * 4, items = (count + span - 1) / span;
+        const float* first = p.partials + u64(before) * p.leaves * state_len(p.H, p.C);
+        Node left[HEIGHTS], node{};
+        u32 waits = 0;
+        for (u32 from = 0; from < items; from += AHEAD) {
+            Node their[AHEAD];
             UNROLL
             for (u32 i = 0; i < AHEAD; i++) {
-                const float* state = first + u64(least(from + i, leaves - 1)) * state_len(p.H, p.C);
-                their_m[i] = state[head], their_l[i] = state[state_lanes(p.H) + head];
-                their[i] = U4{0, 0, 0, 0};
-                if (column < p.C) their[i] = load16(state + 2 * state_lanes(p.H) + u64(head) * state_width(p.C) + column);
+                const float* state = first + u64(least(from + i, items - 1)) * state_len(p.H, p.C);
+                their[i].m = state[head], their[i].l = state[state_lanes(p.H) + head];
+                their[i].acc = Floats{0.0f, 0.0f, 0.0f, 0.0f};
+                if (column < p.C) their[i].acc = floats_at(state + 2 * state_lanes(p.H) + u64(head) * state_width(p.C) + column);
             }
             UNROLL
-            for (u32 leaf = 0; leaf < AHEAD; leaf++) {
-                if (from + leaf >= leaves) break;
-                float top = their_m[leaf] > m ? their_m[leaf] : m, reference = top == -infinity() ? 0.0f : top;
-                float left_factor = ex2(m - reference), factor = ex2(their_m[leaf] - reference);
-                m = top, l = l * left_factor + their_l[leaf] * factor;
-                const u32 words[4] = {their[leaf].x, their[leaf].y, their[leaf].z, their[leaf].w};
+            for (u32 i = 0; i < AHEAD; i++) {
+                const u32 item = from + i;
+                if (item >= items) break;
+                node = their[i];
+                bool climbs = true;
                 UNROLL
-                for (u32 i = 0; i < 4; i++) acc[i] = acc[i] * left_factor + bits_float(words[i]) * factor;
+                for (u32 k = 0; k < HEIGHTS; k++) {
+                    if (!climbs || k < p.level) continue;
+                    climbs = item + 1 == items || (k + 1 < HEIGHTS ? item << p.level >> k & 1 : waits >> k & 1);
+                    if (climbs && (waits >> k & 1)) node = joined(left[k], node);
+                    if (climbs && k + 1 < HEIGHTS) waits &= ~(1u << k);
+                    else left[k] = node, waits |= 1u << k;
+                }
             }
         }
-        float factor = finish(p, row, head, m, l, slice == 0 && lane() == 0);
+        float factor = finish(p, row, head, node.m, node.l, slice == 0 && lane() == 0);
         Query* o = reinterpret_cast<Query*>(p.o) + i64(row) * p.o_token + i64(head) * p.o_head + column;
+        const float acc[4] = {node.acc.x, node.acc.y, node.acc.z, node.acc.w};
         UNROLL
         for (u32 i = 0; i < 4; i++)
             if (column + i < p.C) o[i] = from_float<Query>(acc[i] * factor + 0.0f);

@@ -18,7 +18,7 @@ MSTAR_KERNEL(sparse_attend, Sparse, latent::THREADS, MIN_BLOCKS) {
         const i32 request = request_of(p.table, row);
         if (request < 0) continue;
         const Picks picks = picks_of(p, row);
-        const u32 leaf_picks = leaf_of(p, row), from = leaf * leaf_picks, to = least(from + leaf_picks, picks.count);
+        const u32 leaf_picks = span_of(p, row), from = leaf * leaf_picks, to = least(from + leaf_picks, picks.count);
         // A row that picks nothing is one leaf without keys.
         if (leaf > 0 && (from >= picks.count || leaf_picks == ONE_LEAF)) continue;
         const bool direct = picks.count <= leaf_picks;

@@ -18,14 +18,13 @@ struct Sparse {
     i64 selection_stride, q_token, q_head, pe_token, pe_head, page, slot, o_token, o_head, lse_token, lse_head;  // elements
     u32 H, C, E, S;
     u32 topk;                 // K
-    u32 leaves;               // leaves that K picks have
+    u32 leaves;               // items of a row of few queries: as many as K picks have
     u32 row_begin, row_end;
     float scale;              // sm_scale
     u32 aligned;              // queries and latents start at multiples of 16 bytes
+    u32 leaf, level;          // picks a leaf of rows of few queries, those of requests of many being one leaf each; leaves of an item, as a power of two
     u64 apart;                // slots that a page is from the next, of a list
     u8* image;                // where the rows are put as a work list over latents in pages of one slot, or null
-    u32 leaf;                 // picks a leaf of rows of few queries; those of requests of many are one leaf each
-    u32 reserved;
 };
 static_assert(sizeof(Sparse) == 232, "as in exec/sparse.rs");
 
@@ -42,11 +41,11 @@ DEVICE Picks picks_of(const Sparse& p, u32 row) {
 }
 // One past the last row that there is.
 DEVICE u32 end_row(const Sparse& p) { return most(p.row_begin, least(p.row_end, p.table->rows)); }
-// Picks a leaf of a row, by its own request alone.
-DEVICE u32 leaf_of(const Sparse& p, u32 row) { return many_rows(p.table, row, row + 1) ? ONE_LEAF : p.leaf; }
-// The state of a leaf of a row of several: as list.cuh has them, H lanes.
-DEVICE float* state_of(const Sparse& p, u32 row, u32 leaf) {
-    return p.partials + (u64(few_rows(p.table, p.row_begin, row)) * p.leaves + leaf) * state_len(p.H, p.C);
+// Picks of an item of a row: how long its leaves are follows from its own request alone; rows of requests of many are one leaf each.
+DEVICE u32 span_of(const Sparse& p, u32 row) { return many_rows(p.table, row, row + 1) ? ONE_LEAF : p.leaf << p.level; }
+// The state of an item of a row of several: as list.cuh has them, H lanes.
+DEVICE float* state_of(const Sparse& p, u32 row, u32 item) {
+    return p.partials + (u64(few_rows(p.table, p.row_begin, row)) * p.leaves + item) * state_len(p.H, p.C);
 }
 // Writes a row's log-sum-exp under a head; the factor of its output.
 DEVICE float finish(const Sparse& p, u32 row, u32 head, float m, float l, bool write) {

@@ -4,7 +4,9 @@
 
 use bytemuck::{Pod, Zeroable, bytes_of, cast_slice};
 
-use crate::paged::{APPEND_LEAF, APPEND_QUERIES, DECODE_LEAF, LATENT_LEAF, Stored, blocks_leaf, most_units};
+use crate::paged::{
+    APPEND_LEAF, APPEND_QUERIES, DECODE_LEAF, LATENT_LEAF, LATENT_TREE_LEAF, Stored, blocks_leaf, most_units,
+};
 use crate::plan::Schedule;
 use crate::work::{Item, Member, Merge, Part, Row, Segment, Task, WorkList};
 use crate::{Error, Result};
@@ -30,7 +32,8 @@ pub(crate) struct Header {
     pub(crate) table_at: u32,
     pub(crate) few: u32,
     pub(crate) fused: u32,
-    pub(crate) reserved: [u32; 3],
+    pub(crate) lanes: u32,
+    pub(crate) reserved: [u32; 2],
 }
 
 /// A mod's numbers; see `cu/list.cuh`.
@@ -91,7 +94,12 @@ impl Layout {
             table_at: place(tables * size_of::<ModTable>()),
             few: work.few as u32,
             fused: work.fused as u32,
-            reserved: [0; 3],
+            lanes: match work.stored {
+                // Of items of few query vectors: what others have is not for the kernel that asks.
+                Stored::Latents => work.tasks.iter().map(|task| task.q_count).max().unwrap_or(0),
+                _ => 0,
+            } * work.geometry.group() as u32,
+            reserved: [0; 2],
         };
         let bytes = at.saturating_add(extra);
         if bytes > u32::MAX as usize {
@@ -137,10 +145,14 @@ impl Layout {
             _ if work.schedule == Schedule::Throughput => {
                 most_units(work, rows) + cut_tiles * leaves(APPEND_LEAF) + tiles
             }
-            _ => leaves(DECODE_LEAF.min(LATENT_LEAF)) + cut_tiles * leaves(APPEND_LEAF) + tiles,
+            _ => {
+                leaves(DECODE_LEAF.min(LATENT_LEAF).min(LATENT_TREE_LEAF))
+                    + cut_tiles * leaves(APPEND_LEAF)
+                    + tiles
+            }
         };
-        // Only keys and values in pages are decoded by tasks.
-        let task = if work.stored == Stored::Heads { size_of::<Task>() } else { 0 };
+        // Only what lies in pages is decoded by tasks.
+        let task = if matches!(work.stored, Stored::Heads | Stored::Latents) { size_of::<Task>() } else { 0 };
         let each = heads * (size_of::<Item>() + task) + size_of::<Member>() + size_of::<Part>();
         let merges = (tiles + rows) * heads * size_of::<Merge>();
         let places = if work.stored == Stored::Blocks { size_of::<i32>() + 1 } else { 0 };

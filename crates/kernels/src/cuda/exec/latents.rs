@@ -3,7 +3,8 @@
 use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
 use crate::paged::{
-    LATENT_FEW_HEADS, LATENT_LANES, LATENT_TREE_HEADS, Stored, latents_in_codes, latents_in_tensors,
+    LATENT_FEW_HEADS, LATENT_LANES, LATENT_TREE_HEADS, Stored, Target, latents_by_tasks, latents_in_codes,
+    latents_in_tensors,
 };
 use crate::work::{Item, WorkList};
 use crate::{Kernels, paged};
@@ -12,6 +13,8 @@ use super::Choice;
 use super::params::{Walk, number};
 
 const THREADS: u32 = 256;
+/// Of a Hopper's kernels: three groups.
+const HOPPER_THREADS: u32 = 384;
 /// Latents a tile.
 const KEYS: usize = 32;
 /// Bytes of shared memory that a multiprocessor keeps of each block.
@@ -34,7 +37,10 @@ pub(super) fn choose(work: &WorkList, walk: Walk, context: &Context) -> Option<C
     // Lists to come, which a captured run goes over, may have items of as many tokens as there can be.
     let most = largest.max((LATENT_LANES / heads).max(1) * heads);
     let kernels = work.kernels.settled();
+    // A list that was cut before its kernels were known has no tasks.
+    let cut = kernels == Kernels::Wgmma || geometry.num_qo_heads > LATENT_FEW_HEADS;
     if kernels != Kernels::Mma
+        && cut
         && let Some(choice) = hopper(geometry, walk, largest, most, context)
     {
         return Some(choice);
@@ -60,11 +66,11 @@ pub(super) fn hopper(
     let depth = geometry.head_dim_qk.next_multiple_of(64);
     let width = geometry.head_dim_vo.next_power_of_two().max(128);
     // Which of the two changes bits, and so follows from the heads and the row's family; how many rows a block of the first has does not.
-    let few = walk == Walk::Few && geometry.num_qo_heads <= LATENT_FEW_HEADS;
-    let (unit, entry, rows, threads) = match (few, usual) {
-        (true, 0..=LATENT_TREE_HEADS) => (Unit::LATENT_FEW, "latent_few", 16, 256),
-        (true, _) => (Unit::LATENT_FEW, "latent_few", 32, 256),
-        _ => (Unit::LATENT_WIDE, "latent_wide", 64, 384),
+    let few = walk == Walk::Few && latents_by_tasks(geometry, Target::Blocks, Kernels::Wgmma);
+    let (unit, entry, rows) = match (few, usual) {
+        (true, 0..=LATENT_TREE_HEADS) => (Unit::LATENT_FEW, "latent_few", 16),
+        (true, _) => (Unit::LATENT_FEW, "latent_few", 32),
+        _ => (Unit::LATENT_WIDE, "latent_wide", 64),
     };
     let all = context.shared_per_block_optin() as usize;
     let stages = (2..=4).rev().find(|&stages| hopper_shared(rows, depth, width, stages) <= all)?;
@@ -76,7 +82,7 @@ pub(super) fn hopper(
         .with("WIDTH", width as i64)
         .with("STAGES", stages as i64)
         .with("PIECES", most.div_ceil(rows).next_multiple_of(sure) as i64);
-    Some(Choice { key, threads, shared: hopper_shared(rows, depth, width, stages) as u32 })
+    Some(Choice { key, threads: HOPPER_THREADS, shared: hopper_shared(rows, depth, width, stages) as u32 })
 }
 
 /// The Hopper's kernel over latents in e4m3, which has 64 query vectors a block whatever the heads.
@@ -97,18 +103,21 @@ fn codes(geometry: &paged::Geometry, most: usize, context: &Context) -> Option<C
     })
 }
 
-/// As `SHARED_BYTES` in `cu/latent_few.cu`, or `cu/latent_wide.cu` for 64 rows: queries, tiles, weights, what warps tell each other,
-/// marks, units, and a state that waits.
+/// As `SHARED_BYTES` in `cu/latent_few.cu`, or `cu/latent_wide.cu` for 64 rows: queries, tiles, weights, what groups tell each other,
+/// marks, and units.
 fn hopper_shared(rows: usize, depth: usize, width: usize, stages: usize) -> usize {
     const KEYS: usize = 64;
-    const UNIT: usize = 128;
-    let told = if rows == 64 { rows * 4 + 2 * 8 } else { 2 * 4 * rows * 4 };
-    let tile = depth.max(width) * KEYS * 2;
-    let until_kept =
-        rows * depth * 2 + stages * tile + rows * KEYS * 2 + told + (2 * stages + 2) * 8 + 2 * UNIT;
-    // Sums over values, and two numbers a query vector and thread.
-    let kept = if rows == 16 { width * rows * 4 + 2 * rows / 4 * 128 * 4 } else { 0 };
-    until_kept.next_multiple_of(16) + kept
+    let (queries, weights) = (rows * depth * 2, rows * KEYS * 2);
+    if rows == 64 {
+        let tile = depth.max(width) * KEYS * 2;
+        return queries + stages * tile + weights + rows * 4 + 2 * 8 + (2 * stages + 2) * 8 + 2 * 128;
+    }
+    // Of what lies behind the values of a tile there is one less, and the weights lie there.
+    let rest = depth.saturating_sub(width) * KEYS * 2;
+    let rests = if stages == 2 { 2 } else { stages - 1 };
+    let behind = if rest > 0 { rests * rest } else { 2 * weights };
+    let told = 2 * 4 * rows * 4 + 2 * 2 * rows * 4;
+    queries + stages * width * KEYS * 2 + behind + told + (2 * stages + 2) * 8 + 2 * 96
 }
 
 /// Blocks that can share an item of a kernel.

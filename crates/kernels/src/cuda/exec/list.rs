@@ -266,9 +266,11 @@ impl OnDevice {
         };
         let few = choice(few, Walk::Few)?;
         if work.tasks.iter().any(|task| task.level > 0)
-            && few.as_ref().is_some_and(|few| !heads::takes_tasks(&few.key))
+            && few
+                .as_ref()
+                .is_some_and(|few| !heads::takes_tasks(&few.key) && few.key.unit.name() != "latent_few.cu")
         {
-            let why = "items of several leaves need a device of compute capability 8.0 or later".into();
+            let why = "items of several leaves are for a kernel that this device does not run".into();
             return Err(Error::Unsupported { operation: "attention", device, why });
         }
         let many = choice(many, Walk::Many)?;

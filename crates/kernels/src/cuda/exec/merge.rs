@@ -1,7 +1,7 @@
 //! The kernel that joins what items left, and how many blocks a merge is for.
 
 use crate::cuda::jit::{Key, Unit};
-use crate::paged::{DECODE_LEAF, LATENT_LEAF, Stored, blocks_leaf};
+use crate::paged::{DECODE_LEAF, LATENT_LEAF, LATENT_TREE_LEAF, Stored, blocks_leaf};
 use crate::work::WorkList;
 
 use super::Choice;
@@ -31,7 +31,7 @@ pub(super) fn choose(work: &WorkList) -> Choice {
 /// One past the last leaf that a row of the list has, or may have once the list is made again. Of blocks, as many as are stored
 /// make: the kernel is not another one as soon as a mask shows more.
 fn leaves(work: &WorkList) -> u64 {
-    let least = u64::from(DECODE_LEAF.min(LATENT_LEAF));
+    let least = u64::from(DECODE_LEAF.min(LATENT_LEAF).min(LATENT_TREE_LEAF));
     let keys = match work.stored {
         Stored::Blocks => {
             let most = blocks_leaf(work.blocks.num_qo_heads);

@@ -7,13 +7,20 @@ use crate::cuda::jit::{self, Key, Unit};
 use crate::cuda::{Context, Function, Launch, launch};
 use crate::dsa::{DeviceTable, FEW_QUERIES};
 use crate::mla::Geometry;
+use crate::paged::LATENT_TREE_HEADS;
 use crate::{DType, Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
 
 use super::params::{ALIGNED, Attend, Place, View, Walk, number};
 use super::{Choice, latents};
 
-/// Picks a leaf of a row of few queries, at least.
+/// Picks a leaf of a row of few queries.
 const LEAF: usize = 512;
+/// The same under heads so few that an item may have several leaves, up to two to the [`TREE_LEVEL`].
+const TREE_LEAF: usize = 128;
+/// As `HEIGHT` in `cu/latent_few.cu`.
+const TREE_LEVEL: u32 = 3;
+/// Items that there are to be at most before one has more leaves: two for each multiprocessor of a large device.
+const MANY_ITEMS: usize = 264;
 /// Bytes of the states of a panel of rows, unless [`LEAST_ROWS`] need more.
 const PANEL_BYTES: usize = 256 << 20;
 /// Rows of a panel at least, when there are so many.
@@ -58,10 +65,10 @@ struct Sparse {
     row_end: u32,
     scale: f32,
     aligned: u32,
+    leaf: u32,
+    level: u32,
     apart: u64,
     image: u64,
-    leaf: u32,
-    reserved: u32,
 }
 
 const _: () = assert!(size_of::<Sparse>() == 232);
@@ -83,6 +90,48 @@ pub(crate) struct Picks<'a> {
     pub(crate) lse: Option<Out>,
 }
 
+/// How picks of rows of few queries are cut: picks a leaf, and leaves an item, as a power of two. The latter changes no bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Cut {
+    leaf: usize,
+    level: u32,
+}
+
+impl Cut {
+    const PLAIN: Cut = Cut { leaf: LEAF, level: 0 };
+
+    /// Longer leaves for many heads, whose states are large, where a Hopper's kernel takes a list of them.
+    fn listed(geometry: &Geometry, rows: usize, topk: usize) -> Cut {
+        match geometry.num_qo_heads {
+            // Codes take a block long, which a row alone has to wait for.
+            _ if geometry.kv_dtype == DType::E4m3 => Cut::PLAIN,
+            0..=LATENT_TREE_HEADS => Cut::tree(rows, topk),
+            ..=32 => Cut::PLAIN,
+            ..=64 => Cut { leaf: 2 * LEAF, level: 0 },
+            _ => Cut { leaf: 4 * LEAF, level: 0 },
+        }
+    }
+
+    /// For so many rows, where the kernel joins leaves.
+    fn tree(rows: usize, topk: usize) -> Cut {
+        let few =
+            |&level: &u32| rows.saturating_mul(Cut { leaf: TREE_LEAF, level }.items(topk)) <= MANY_ITEMS;
+        Cut { leaf: TREE_LEAF, level: (0..TREE_LEVEL).find(few).unwrap_or(TREE_LEVEL) }
+    }
+
+    /// Most rows that are cut so, of up to `rows`.
+    fn most_rows(level: u32, rows: usize, topk: usize) -> usize {
+        let most =
+            if level == TREE_LEVEL { rows } else { MANY_ITEMS / Cut { leaf: TREE_LEAF, level }.items(topk) };
+        most.min(rows)
+    }
+
+    /// Items of a row of `topk` picks.
+    fn items(self, topk: usize) -> usize {
+        topk.div_ceil(self.leaf << self.level).max(1)
+    }
+}
+
 /// How the workspace of a call is cut, in bytes: numbers of picks, picks in order, states.
 struct Sizes {
     counts: usize,
@@ -94,8 +143,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(geometry: &Geometry, rows: usize, topk: usize, leaf: usize) -> Sizes {
-        let leaves = topk.div_ceil(leaf).max(1);
+    fn of(geometry: &Geometry, rows: usize, topk: usize, cut: Cut) -> Sizes {
+        let leaves = cut.items(topk);
         // A row of one leaf writes its result.
         let states = if leaves == 1 { 0 } else { leaves };
         let state = state_len(geometry.num_qo_heads, geometry.kv_lora_rank);
@@ -109,9 +158,9 @@ impl Sizes {
         }
     }
 
-    /// Bytes of a work list of one row, but for its head: the row, items and their members, pages.
+    /// Bytes of a work list of one row, but for its head: the row, tasks, items and their members, pages.
     fn listed(&self) -> usize {
-        (48 + self.leaves * (40 + 16)).saturating_add(self.topk.saturating_mul(4))
+        (48 + self.leaves * (80 + 40 + 16)).saturating_add(self.topk.saturating_mul(4))
     }
 
     /// Rows of a panel in `room` bytes, and how many of them have states: of all rows up to `few` do.
@@ -132,13 +181,18 @@ impl Sizes {
 
 /// Bytes that [`attend`] needs for up to so many rows of up to `topk` picks, wherever the workspace starts.
 pub(crate) fn bytes(geometry: &Geometry, rows: usize, topk: usize) -> usize {
-    let sizes = Sizes::of(geometry, rows, topk, LEAF);
-    let panel = (PANEL_BYTES / sizes.row.max(1)).max(LEAST_ROWS).min(rows);
-    sizes
-        .counts
-        .saturating_add(sizes.sorted)
-        .saturating_add(sizes.panel_bytes(panel, panel))
-        .saturating_add(63)
+    let of = |rows: usize, cut: Cut| {
+        let sizes = Sizes::of(geometry, rows, topk, cut);
+        let panel = (PANEL_BYTES / sizes.row.max(1)).max(LEAST_ROWS).min(rows);
+        sizes
+            .counts
+            .saturating_add(sizes.sorted)
+            .saturating_add(sizes.panel_bytes(panel, panel))
+            .saturating_add(63)
+    };
+    let trees = if geometry.num_qo_heads <= LATENT_TREE_HEADS { 0..TREE_LEVEL + 1 } else { 0..0 };
+    let trees = trees.map(|level| of(Cut::most_rows(level, rows, topk), Cut { leaf: TREE_LEAF, level }));
+    trees.chain([of(rows, Cut::PLAIN)]).max().unwrap_or(0)
 }
 
 /// The kernels of a layer.
@@ -149,18 +203,6 @@ struct Kinds {
     over: Option<Choice>,
     /// A Hopper's kernel of work lists over latents, to which picks are pages of one slot.
     list: Option<Choice>,
-}
-
-/// Picks a leaf of a row of few queries. With many heads a block has no room for a state that waits, and ends of leaves cost it
-/// most; with few, one row alone is to be many blocks.
-fn leaf_of(geometry: &Geometry, listed: bool) -> usize {
-    match geometry.num_qo_heads {
-        // Codes take a block long, which a row alone has to wait for.
-        _ if geometry.kv_dtype == DType::E4m3 => LEAF,
-        65.. if listed => 4 * LEAF,
-        33.. if listed => 2 * LEAF,
-        _ => LEAF,
-    }
 }
 
 fn choose(geometry: &Geometry, kernels: Kernels, context: &Context) -> Kinds {
@@ -224,8 +266,8 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
     let Kinds { picks: key, over, list } = choose(geometry, table.kernels(), context);
     let steps = steps(latent);
     let list = list.filter(|_| steps.is_some());
-    let leaf = leaf_of(geometry, list.is_some());
-    let sizes = Sizes::of(geometry, rows, topk, leaf);
+    let cut = list.as_ref().map_or(Cut::PLAIN, |_| Cut::listed(geometry, rows, topk));
+    let sizes = Sizes::of(geometry, rows, topk, cut);
     let available = workspace.numel();
     let base = workspace.as_mut_ptr() as u64;
     let counts = base.next_multiple_of(64);
@@ -275,10 +317,10 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
         row_end: rows as u32,
         scale: picks.sm_scale,
         aligned: aligned.into(),
+        leaf: cut.leaf as u32,
+        level: cut.level,
         apart: 0,
         image: 0,
-        leaf: leaf as u32,
-        reserved: 0,
     };
     let sms = context.sm_count() as usize;
     let put = |function: &Function, params: &Sparse, units: usize, most: usize, block: u32, shared: u32| {
@@ -345,4 +387,46 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::DType;
+
+    use super::*;
+
+    #[test]
+    fn what_many_rows_need_does_for_fewer_however_they_are_cut() {
+        let geometry = Geometry {
+            num_qo_heads: 16,
+            kv_lora_rank: 512,
+            qk_rope_head_dim: 64,
+            page_size: 64,
+            q_dtype: DType::Bf16,
+            kv_dtype: DType::Bf16,
+        };
+        for topk in [100, 129, 2048, 40_000] {
+            for most in [1, 7, 64, 300] {
+                let room = bytes(&geometry, most, topk);
+                let mut before = Cut::tree(1, topk);
+                assert_eq!((before.leaf, before.level), (TREE_LEAF, if topk > 33_792 { 1 } else { 0 }));
+                for rows in 1..=most {
+                    let cut = Cut::tree(rows, topk);
+                    assert!(cut.level >= before.level && cut.level <= TREE_LEVEL);
+                    assert!(cut.level == TREE_LEVEL || rows * cut.items(topk) <= MANY_ITEMS);
+                    before = cut;
+                    for cut in [cut, Cut::PLAIN] {
+                        let sizes = Sizes::of(&geometry, rows, topk, cut);
+                        let left = room - 63 - sizes.counts - sizes.sorted;
+                        // All at once, or as many as panels may be.
+                        let panel = (PANEL_BYTES / sizes.row.max(1)).max(LEAST_ROWS).min(rows);
+                        assert!(
+                            sizes.panel(rows, rows, left).0 >= panel,
+                            "{rows} of {most} rows of {topk} picks"
+                        );
+                    }
+                }
+            }
+        }
+    }
 }

@@ -133,20 +133,22 @@ impl Family for OverLatents {
 #[test]
 fn an_item_of_several_leaves_has_the_bits_of_several_items() {
     let Some(owned) = stream("an_item_of_several_leaves") else { return };
-    // 1 to 9 leaves of 512 keys, whole and not, one that begins late in its tree, and rows of no key.
-    let company = [(1, 4500), (1, 1536), (2, 1030), (1, 512), (1, 513), (1, 7), (1, 0), (2, 2600)];
+    // 1 to 10 leaves of 256 keys, whole and not, and rows of no key.
+    let company = [(1, 2500), (1, 768), (2, 530), (1, 256), (1, 257), (1, 7), (1, 0), (2, 1300)];
     let company: Vec<Row> = company.into_iter().zip(0..).map(|((q, kv), id)| row(id, q, kv)).collect();
-    let family = OverLatents { c: 80, ..OverLatents::narrow() };
-    for dtype in [DType::Bf16, DType::F16] {
+    // All lanes of a latent beside its value are in the last block of the value's, or they have blocks of their own.
+    for (c, e, dtype) in [(80, 16, DType::F16), (128, 64, DType::Bf16)] {
+        let family = OverLatents { c, e, ..OverLatents::narrow() };
         let run =
             |level| forced::with_level(level, || family.run(&owned.stream(), &Setting::of(dtype), &company));
         let apart = run(0);
-        assert_eq!(apart, run(1), "two leaves an item");
-        assert_eq!(apart, run(2), "four leaves an item");
-    }
-    if context_is_hopper() {
-        let items = |level| forced::with_level(level, || family.items(&Setting::of(DType::Bf16), &company));
-        assert!(items(0) > items(1) && items(1) > items(2), "{} {} {}", items(0), items(1), items(2));
+        for level in 1..=3 {
+            assert_eq!(apart, run(level), "{} leaves an item", 1 << level);
+        }
+        if context_is_hopper() {
+            let items = |level| forced::with_level(level, || family.items(&Setting::of(dtype), &company));
+            assert!((0..3).all(|level| items(level) > items(level + 1)), "{}, {}", items(0), items(3));
+        }
     }
 }
 
