@@ -4,8 +4,8 @@
 // Defines: Q_TYPE and KV_TYPE (0 f32, 1 bf16, 2 f16; of latents also 3, e4m3 under scales).
 
 #include "codes.cuh"
-#include "node.cuh"
 #include "sparse.cuh"
+#include "tree.cuh"
 
 #if Q_TYPE == 0
 typedef float Query;
@@ -191,11 +191,9 @@ DEVICE u32 few_row(const Sparse& p, u32 before) {
 }
 
 // Joins the items of rows that have several along the tree of their leaves, as merge.cu does, and writes the result. A warp has one head
-// of a row and 128 columns, four a lane.
+// of a row and 32 columns.
 MSTAR_KERNEL(picks_merge, Sparse, 128, 3) {
-    // Items that are on their way at once; heights at which a node can wait: nodes of the highest are joined one after the other.
-    constexpr u32 AHEAD = 8, HEIGHTS = 6;
-    const u32 slices = (p.C + 127) / 128, span = p.leaf << p.level;
+    const u32 slices = (p.C + WARP_COLUMNS - 1) / WARP_COLUMNS, span = p.leaf << p.level;
     const u64 rows = few_rows(p.table, p.row_begin, end_row(p));
     // Where all rows are of few queries, each is as many rows on.
     const bool all = rows == end_row(p) - p.row_begin;
@@ -203,36 +201,16 @@ MSTAR_KERNEL(picks_merge, Sparse, 128, 3) {
         const u32 slice = u32(unit % slices), head = u32(unit / slices % p.H), before = u32(unit / slices / p.H);
         const u32 row = all ? p.row_begin + before : few_row(p, before), count = picks_of(p, row).count;
         if (count <= span) continue;
-        const u32 column = slice * 128 + lane() * 4, items = (count + span - 1) / span;
+        const u32 column = slice * WARP_COLUMNS + lane_columns();
         const float* first = p.partials + u64(before) * p.leaves * state_len(p.H, p.C);
-        Node left[HEIGHTS], node{};
-        u32 waits = 0;
-        for (u32 from = 0; from < items; from += AHEAD) {
-            Node their[AHEAD];
-            UNROLL
-            for (u32 i = 0; i < AHEAD; i++) {
-                const float* state = first + u64(least(from + i, items - 1)) * state_len(p.H, p.C);
-                their[i].m = state[head], their[i].l = state[state_lanes(p.H) + head];
-                their[i].acc = Floats{0.0f, 0.0f, 0.0f, 0.0f};
-                if (column < p.C) their[i].acc = floats_at(state + 2 * state_lanes(p.H) + u64(head) * state_width(p.C) + column);
-            }
-            UNROLL
-            for (u32 i = 0; i < AHEAD; i++) {
-                const u32 item = from + i;
-                if (item >= items) break;
-                node = their[i];
-                bool climbs = true;
-                UNROLL
-                for (u32 k = 0; k < HEIGHTS; k++) {
-                    if (!climbs || k < p.level) continue;
-                    climbs = item + 1 == items || (k + 1 < HEIGHTS ? item << p.level >> k & 1 : waits >> k & 1);
-                    if (climbs && (waits >> k & 1)) node = joined(left[k], node);
-                    if (climbs && k + 1 < HEIGHTS) waits &= ~(1u << k);
-                    else left[k] = node, waits |= 1u << k;
-                }
-            }
-        }
-        float factor = finish(p, row, head, node.m, node.l, slice == 0 && lane() == 0);
+        const Node node = join_tree(0, (count + span - 1) / span, [&](u32 item) {
+            const float* state = first + u64(item) * state_len(p.H, p.C);
+            Node one{state[head], state[state_lanes(p.H) + head], Floats{0.0f, 0.0f, 0.0f, 0.0f}};
+            if (column < p.C) one.acc = floats_at(state + 2 * state_lanes(p.H) + u64(head) * state_width(p.C) + column);
+            return one;
+        });
+        const float factor = finish(p, row, head, node.m, node.l, slice == 0 && lane() == 0);
+        if (lane() >= 8) continue;
         Query* o = reinterpret_cast<Query*>(p.o) + i64(row) * p.o_token + i64(head) * p.o_head + column;
         const float acc[4] = {node.acc.x, node.acc.y, node.acc.z, node.acc.w};
         UNROLL

@@ -383,7 +383,7 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
             put(&attend, &params, units, each, choice.threads, choice.shared)?;
         }
         if sizes.leaves > 1 {
-            put(&merge, &params, (count.min(few) * slices(128)).div_ceil(4), 16, 128, 0)?;
+            put(&merge, &params, (count.min(few) * slices(32)).div_ceil(4), 16, 128, 0)?;
         }
     }
     Ok(())

@@ -34,6 +34,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("gather.cuh"),
     file!("finish.cuh"),
     file!("node.cuh"),
+    file!("tree.cuh"),
     file!("cap.cuh"),
     file!("mods.cuh"),
     file!("latent.cuh"),
