@@ -1,6 +1,6 @@
 // How the warps of decode_few.cu go through keys, and a ring of each warp's own that keeps keys and values on their way.
 //
-// A block takes an item in rounds: nodes of the row's tree of one leaf or, where all of them is seen, of two or four leaves. Each
+// A block takes an item in rounds: nodes of the row's tree of one leaf or, where all of it is seen, of 1 << MOST_ROUND leaves. Each
 // warp has a quarter of a round, so that it meets the others at a round's end alone. A leaf's quarters are of equal length, whole
 // steps of KEYS keys.
 #pragma once
@@ -51,8 +51,7 @@ struct Path {
 DEVICE void begin_round(Path& w, const Task& task) {
     const u32 lo = task.lo, hi = task.hi, leaf = task.leaf_keys, whole = lo <= w.round ? hi - w.round : 0;
     w.level = 0;
-    if (MOST_ROUND >= 1 && w.index % 2 == 0 && whole / 2 >= leaf) w.level = 1;
-    if (MOST_ROUND >= 2 && w.index % 4 == 0 && whole / 4 >= leaf) w.level = 2;
+    if (MOST_ROUND > 0 && w.index % (1 << MOST_ROUND) == 0 && whole >> MOST_ROUND >= leaf) w.level = MOST_ROUND;
     // Of a leaf that is not seen whole, what is seen is divided.
     const u32 begin = most(w.round, lo & ~(KEYS - 1)), end = hi - w.round > leaf ? w.round + leaf : hi;
     w.quarter = (end - begin + 4 * KEYS - 1) / (4 * KEYS) * KEYS;
@@ -101,12 +100,6 @@ DEVICE void locate(const Attend& p, Fetch& f) {
     f.together = f.even && warp_all(f.seen);
     if (f.seen) f.page = pages_of(p.image)[f.at];
 }
-// Asks the second-level cache for the queries of an item's first token, a line a lane, where its heads follow each other.
-DEVICE void prefetch_queries(const Attend& p, const Task& task) {
-    const u32 group = p.H / p.G, from = lane() * 128;
-    if (p.q.stride[1] != p.D || from >= group * p.D * 2) return;
-    prefetch_l2(reinterpret_cast<const u8*>(p.q.at) + 2 * (task.token * p.q.stride[0] + i64(task.head * group * p.D)) + from);
-}
 // Goes to the next keys that there are, if any; `fresh`: to the first of all.
 DEVICE void settle(const Attend& p, Fetch& f, bool fresh) {
     if (!fresh && f.index >= f.end) return;
@@ -138,7 +131,6 @@ DEVICE void settle(const Attend& p, Fetch& f, bool fresh) {
             // What was read of no task is of no consequence.
             if (f.index >= f.end) return;
             prefetch_l2(&task_of(p, least(f.index + grid_x(), f.end - 1)));
-            if (!fresh) prefetch_queries(p, task);
             begin_path(f.path, task);
             next = false;
         } else {
