@@ -4,7 +4,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::Table;
 #[cfg(feature = "cuda")]
-use crate::{Buffer, Error};
+use crate::Error;
 use crate::{Device, Kernels, Result, Staged, Stream};
 
 /// The row arrays and page tables of [`select_at`](super::select_at), [`scores_at`](super::scores_at) and
@@ -21,18 +21,6 @@ pub struct DeviceTable {
     seen: usize,
     /// Which kernels calls over it run.
     kernels: Kernels,
-    /// Of a table of one row: where its scores are counted.
-    #[cfg(feature = "cuda")]
-    counts: Option<Counts>,
-}
-
-/// Zeros that every selection leaves as zeros, of the first workspace that came; what was put into a stream with it comes one after
-/// the other.
-#[cfg(feature = "cuda")]
-#[derive(Debug)]
-struct Counts {
-    zeros: Buffer,
-    workspace: std::sync::atomic::AtomicU64,
 }
 
 /// As `Table` in `cu/table.cuh`.
@@ -95,16 +83,7 @@ impl DeviceTable {
         keys: usize,
     ) -> Result<DeviceTable> {
         let staged = Staged::with_capacity(stream, bytes(rows, requests, pages))?;
-        Ok(DeviceTable {
-            staged,
-            rows: 0,
-            requests: 0,
-            keys,
-            seen: 0,
-            kernels: Kernels::Auto,
-            #[cfg(feature = "cuda")]
-            counts: None,
-        })
+        Ok(DeviceTable { staged, rows: 0, requests: 0, keys, seen: 0, kernels: Kernels::Auto })
     }
 
     /// The same, for calls that run such kernels; `auto` where this is not said. Those are what
@@ -154,11 +133,6 @@ impl DeviceTable {
             let (many, queries) = words.split_at_mut(rows + 1);
             count_rows(table.row_request, queries, few, many);
         })?;
-        #[cfg(feature = "cuda")]
-        if rows == 1 && self.counts.is_none() && self.device() != Device::Cpu {
-            let zeros = Buffer::zeroed_on(self.device(), crate::cuda::exec::COUNTS_BYTES)?;
-            self.counts = Some(Counts { zeros, workspace: 0.into() });
-        }
         (self.rows, self.requests, self.seen) = (rows, requests, seen);
         Ok(())
     }
@@ -210,15 +184,6 @@ impl DeviceTable {
             return Err(Error::Shape { tensor: "table", expected, got: got.to_vec() });
         }
         Ok(())
-    }
-
-    /// Where a selection with the workspace at this address may count the scores of its only row; nobody else does.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn counts(&self, workspace: u64) -> Option<u64> {
-        use std::sync::atomic::Ordering::Relaxed;
-        let counts = self.counts.as_ref()?;
-        let taken = counts.workspace.compare_exchange(0, workspace, Relaxed, Relaxed);
-        (taken.is_ok() || taken == Err(workspace)).then(|| counts.zeros.as_ptr() as u64)
     }
 
     /// Bytes that it has room for.

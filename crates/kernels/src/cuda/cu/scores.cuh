@@ -19,10 +19,8 @@ struct Scores {
     u32* states;           // what the pick of these rows counts in, which is to be zeros; 16-byte aligned
     u64 state_words;       // a multiple of 4
     u64 table_bytes;       // that the table has room for
-    u32* counts;           // [CLASSES]: zeros, in which scores of the only row are counted by class; null: they are not
-    u32 topk, reserved;    // what a row that sees no more picks without counting
 };
-static_assert(sizeof(Scores) == 160, "as in exec/select.rs");
+static_assert(sizeof(Scores) == 144, "as in exec/select.rs");
 
 // Zeros for the kernels behind this one.
 DEVICE void clear_states(const Scores& p) {

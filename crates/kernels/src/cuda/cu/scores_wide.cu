@@ -14,7 +14,6 @@
 // multiple of 8, or KEY_TYPE is 3), MIN_BLOCKS.
 
 #include "hopper.cuh"
-#include "order.cuh"
 #include "scores.cuh"
 
 #if Q_TYPE == 1
@@ -398,12 +397,7 @@ MSTAR_KERNEL(scores_wide, Scores, THREADS, MIN_BLOCKS) {
             sum += shfl_xor(sum, 1);
             sum += shfl_xor(sum, 2);
             u32 key = cursor.tile * TILE + w * WARP_KEYS + half * 8 + g;
-            if (t != 0 || key >= cursor.seen) continue;
-            if (CODES) sum *= scale[half];
-            out[key] = sum;
-            if (!p.counts || cursor.seen <= p.topk) continue;
-            const u32 order = order_of(sum);
-            if (order != 0) atomic_add(p.counts + (order >> BELOW), 1);
+            if (t == 0 && key < cursor.seen) out[key] = CODES ? sum * scale[half] : sum;
         }
         if (index + 1 < run.count) advance(p, cursor);
     }

@@ -2,13 +2,11 @@
 //
 // Scores are mapped to integers that order as they do (0 and -0 alike, NaN below all). A row is cut into segments of SEGMENT keys,
 // a block each:
-//   topk_count  counts a row's keys by their leading bits, its class, over all of its segments; where there is one row, the kernel
-//               of scores has done so
+//   topk_count  counts a row's keys by their leading bits, its class, over all of its segments
 //   topk_pick   finds the class of the last pick, and keeps of each segment the keys of that class and of those above, in order;
 //               the last block of a row to do so finds the integer of the last pick among them, and writes the picks
 // Counts are integers and lists keep the order of positions: nothing depends on which block comes first.
 
-#include "order.cuh"
 #include "table.cuh"
 
 struct Topk {
@@ -22,14 +20,14 @@ struct Topk {
     u32 topk, row_begin, row_end;
     u32 segments;         // that the longest row has
     u32 width;            // scores that a row has room for, a multiple of 4
-    u32 counted;          // classes were counted with the scores, not their groups; states are to be zeros again
+    u32 reserved;
 };
 static_assert(sizeof(Topk) == 96, "as in exec/select.rs");
 
 constexpr u32 THREADS = 512, WARPS = 16, KEYS = 8;
 constexpr u32 SEGMENT = THREADS * KEYS;
-// GROUP classes are counted together once more.
-constexpr u32 GROUP = CLASSES / THREADS;
+// A class is an integer's leading bits; GROUP classes are counted together once more.
+constexpr u32 BELOW = 19, CLASSES = 1u << (32 - BELOW), GROUP = CLASSES / THREADS;
 // Of a row: counts of classes, of groups, and blocks that have come.
 constexpr u32 GROUPS_AT = CLASSES, TICKET_AT = GROUPS_AT + THREADS, STATE = TICKET_AT + 16;
 // What is kept of a key in 32 bits: whether its class is above that of the last pick, the integer's other bits, and where in its
@@ -43,6 +41,12 @@ constexpr u32 LOWER_BITS = 9, LOWER = 1u << LOWER_BITS, UPPER = 1u << (BELOW - L
 static_assert(UPPER == 2 * THREADS && LOWER == THREADS, "counters of a thread");
 constexpr u32 LIST_AT = COUNTERS_AT + UPPER + LOWER, MOST_LISTED = 7680;
 static_assert((LIST_AT + MOST_LISTED) * 4 == 39040, "as in exec/select.rs");
+
+DEVICE u32 order_of(float x) {
+    u32 bits = float_bits(x + 0.0f);
+    u32 order = bits ^ (u32(i32(bits) >> 31) | 0x80000000u);
+    return x != x ? 0 : order;
+}
 
 // The sum of `v` of the threads below, for the whole block; `sums` are WARPS words. Two barriers.
 DEVICE u32 sum_below(u32 v, u32* sums, u32& all) {
@@ -145,16 +149,6 @@ MSTAR_KERNEL(topk_count, Topk, THREADS, 2) {
 struct Last {
     u32 of, left;
 };
-// What a group counts, of which nobody has the sum.
-DEVICE u32 group_of(const u32* counts, u32 group) {
-    u32 sum = 0;
-    UNROLL
-    for (u32 i = 0; i < GROUP; i += 4) {
-        const U4 v = load16(counts + group * GROUP + i);
-        sum += v.x + v.y + v.z + v.w;
-    }
-    return sum;
-}
 // Threads have a group each, from the top, which `here` is the count of.
 DEVICE u32 my_group() { return THREADS - 1 - thread_x(); }
 DEVICE Last last_of(const u32* state, u32 here, u32 topk, u32* shared) {
@@ -324,8 +318,7 @@ MSTAR_KERNEL(topk_pick, Topk, THREADS, 2) {
     u32* found = shared + FOUND_AT;
     for (u32 index = block_x(); index < units_of(p); index += grid_x()) {
         const Asked asked = ask(p, index);
-        const u32* counts = p.states + u64(index / p.segments) * STATE;
-        const u32 here = p.counted ? group_of(counts, my_group()) : counts[GROUPS_AT + my_group()];
+        const u32 here = p.states[u64(index / p.segments) * STATE + GROUPS_AT + my_group()];
         const Unit unit = unit_of(p, index);
         if (unit.row >= p.table->rows) continue;
         const u32 from = unit.segment * SEGMENT, segments = most(1u, (unit.seen + SEGMENT - 1) / SEGMENT);
@@ -350,14 +343,7 @@ MSTAR_KERNEL(topk_pick, Topk, THREADS, 2) {
         block_sync();
         if (thread_x() == 0) found[2] = take_ticket(unit.state + TICKET_AT);
         block_sync();
-        if (found[2] + 1 == segments) {
-            if (p.counted) {
-                // All blocks of the row have read them.
-                for (u32 at = thread_x() * 4; at < CLASSES; at += THREADS * 4) store16(unit.state + at, U4{0, 0, 0, 0});
-                if (thread_x() == 0) unit.state[TICKET_AT] = 0;
-            }
-            write_picks(p, unit, last.left, shared);
-        }
+        if (found[2] + 1 == segments) write_picks(p, unit, last.left, shared);
         block_sync();
     }
 }

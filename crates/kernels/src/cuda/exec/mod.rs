@@ -39,8 +39,7 @@ pub(crate) use list::stage_blocks;
 pub(crate) use list::{Numbers, StagedList, attend};
 #[cfg(feature = "dsa")]
 pub(crate) use select::{
-    COUNTS_BYTES, prepare as prepare_select, prepare_topk, scores, select, select_bytes, store_keys, topk,
-    topk_bytes,
+    prepare as prepare_select, prepare_topk, scores, select, select_bytes, store_keys, topk, topk_bytes,
 };
 #[cfg(feature = "dsa")]
 pub(crate) use sparse::{Picks, attend as sparse_attend, bytes as sparse_bytes, prepare as prepare_sparse};

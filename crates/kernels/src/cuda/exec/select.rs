@@ -26,8 +26,6 @@ const ROUND: usize = 192;
 const TOPK_THREADS: u32 = 512;
 const SEGMENT: usize = 4096;
 const STATE: usize = 8192 + 512 + 16;
-/// Bytes of one row's state.
-pub(crate) const COUNTS_BYTES: usize = STATE * 4;
 const COUNT_SHARED: u32 = 8192 * 4;
 const PICK_SHARED: u32 = 39040;
 
@@ -57,9 +55,6 @@ struct Scores {
     states: u64,
     state_words: u64,
     table_bytes: u64,
-    counts: u64,
-    topk: u32,
-    reserved: u32,
 }
 
 /// As `Topk` in `cu/topk.cu`.
@@ -80,7 +75,7 @@ struct Topk {
     row_end: u32,
     segments: u32,
     width: u32,
-    counted: u32,
+    reserved: u32,
 }
 
 /// As `Quantise` in `cu/quantise.cu`.
@@ -95,7 +90,7 @@ struct Quantise {
     width: u32,
 }
 
-const _: () = assert!(size_of::<Scores>() == 160 && size_of::<Topk>() == 96 && size_of::<Quantise>() == 40);
+const _: () = assert!(size_of::<Scores>() == 144 && size_of::<Topk>() == 96 && size_of::<Quantise>() == 40);
 
 /// Floats from one row's scores to the next.
 fn stride(keys: usize) -> usize {
@@ -253,17 +248,8 @@ fn picking() -> [Key; 2] {
     ["topk_count", "topk_pick"].map(|entry| Key::new(Unit::TOPK, entry))
 }
 
-/// What the pick of the rows that are scored is given.
-#[derive(Clone, Copy, Default)]
-struct Before {
-    /// Where zeros are to be, and so many words of them.
-    states: (u64, usize),
-    /// Zeros where the only row's scores are counted for picks of so many; 0: they are not.
-    counts: (u64, usize),
-}
-
 /// Puts the scores of rows `rows` into the stream, to `to`, where row `rows.start` comes first; with `fill`, so many a row,
-/// `-inf` past what it sees.
+/// `-inf` past what it sees; and zeros to so many words of states.
 fn score(
     stream: &Stream,
     call: &Call<'_>,
@@ -271,7 +257,7 @@ fn score(
     rows: std::ops::Range<usize>,
     to: (u64, usize),
     fill: usize,
-    before: Before,
+    states: (u64, usize),
 ) -> Result<()> {
     let context = Context::of(stream.device())?;
     let [_, heads, width] = [0, 1, 2].map(|axis| call.q.shape()[axis]);
@@ -309,26 +295,15 @@ fn score(
         to_row: rows.start as u32,
         to_width: fill as u32,
         chunk: chunk as u32,
-        states: before.states.0,
-        state_words: before.states.1 as u64,
+        states: states.0,
+        state_words: states.1 as u64,
         table_bytes: table.room() as u64,
-        counts: before.counts.0,
-        topk: before.counts.1 as u32,
-        reserved: 0,
     };
     let blocks = slots.min(u32::try_from(units(chunk)).unwrap_or(u32::MAX));
     let how = Launch { grid: [blocks, 1, 1], block: choice.threads, shared: choice.shared };
     // SAFETY: the kernel takes a `Scores`; the call was checked: tensors of these shapes on this device, a table whose keys lie in
     // the pages, and `to` has `keys` floats a row for the rows.
     unsafe { launch(&function, stream, how, &params) }
-}
-
-/// Whether the kernel of a call's scores can count them.
-fn counts_too(call: &Call<'_>, table: &DeviceTable, device: Device) -> Result<bool> {
-    let [heads, width] = [1, 2].map(|axis| call.q.shape()[axis]);
-    let aligned = View::aligned_to(&call.keys, alignment(call.format));
-    let (kernels, context) = (table.kernels(), Context::of(device)?);
-    Ok(choose_wide(call.q.dtype(), call.format, heads, width, aligned, kernels, context).is_some())
 }
 
 /// Scores to `[T, N]` f32, `-inf` for keys that a row does not see. The call was checked, its arrays are those of the table, and
@@ -346,7 +321,7 @@ pub(crate) fn scores(
     if rows == 0 || width == 0 {
         return Ok(());
     }
-    score(stream, call, table, 0..rows, (to.as_mut_ptr() as u64, stride), width, Before::default())
+    score(stream, call, table, 0..rows, (to.as_mut_ptr() as u64, stride), width, (0, 0))
 }
 
 /// Scores and picks to `[T, K]` i32. The call was checked, and its arrays are those of the table.
@@ -372,27 +347,14 @@ pub(crate) fn select(
     if panel == 0 {
         return Err(Error::Workspace { needed: select_bytes(rows, table.max_keys()), available });
     }
-    // One row's scores are counted as they are made, which spares a launch; more would crowd where they are counted.
-    let counts =
-        if rows == 1 && counts_too(call, table, stream.device())? { table.counts(start) } else { None };
     let scores = start + (panel * STATE * 4) as u64;
     let lengths = scores + (panel * cut.scores * 4) as u64;
     for first in (0..rows).step_by(panel) {
         let end = rows.min(first + panel);
-        let mut before = Before { states: (start, (end - first) * STATE), ..Before::default() };
-        if let Some(counts) = counts {
-            before = Before { counts: (counts, topk), ..Before::default() };
-        }
-        score(stream, call, table, first..end, (scores, cut.scores), 0, before)?;
-        let (scores, width, lists) = ((scores, cut.scores), cut.scores, scores);
-        let of = Given {
-            scores,
-            width,
-            lists,
-            states: counts.unwrap_or(start),
-            counted: counts.is_some(),
-            lengths,
-        };
+        let states = (start, (end - first) * STATE);
+        score(stream, call, table, first..end, (scores, cut.scores), 0, states)?;
+        let of =
+            Given { scores: (scores, cut.scores), width: cut.scores, lists: scores, states: start, lengths };
         pick(stream, table, first..end, &cut, of, selection)?;
     }
     Ok(())
@@ -406,9 +368,8 @@ struct Given {
     width: usize,
     /// Lists, as far apart as scores of the panel's rows are.
     lists: u64,
-    /// Zeros, or counts of scores.
+    /// Zeros.
     states: u64,
-    counted: bool,
     lengths: u64,
 }
 
@@ -438,11 +399,10 @@ fn pick(
         row_end: rows.end as u32,
         segments: cut.segments as u32,
         width: of.width as u32,
-        counted: of.counted.into(),
+        reserved: 0,
     };
     let units = rows.len().saturating_mul(cut.segments);
-    let kernels = [(count?, COUNT_SHARED, 4), (pick?, PICK_SHARED, 2)];
-    for (function, shared, each) in kernels.into_iter().skip(of.counted.into()) {
+    for (function, shared, each) in [(count?, COUNT_SHARED, 4), (pick?, PICK_SHARED, 2)] {
         let how = Launch { grid: [units.min(each * sms) as u32, 1, 1], block: TOPK_THREADS, shared };
         // SAFETY: the kernel takes a `Topk`; the panel's states, lists and lengths lie in the workspace as it was cut, its scores
         // there or in a tensor of as many rows; `selection` is `[T, K]` i32 on this device, both were checked.
@@ -487,14 +447,7 @@ pub(crate) fn topk(
     let states = (workspace.as_mut_ptr() as usize + skipped) as u64;
     let lists = states + (rows * STATE * 4) as u64;
     let lengths = lists + (rows * cut.scores * 4) as u64;
-    let of = Given {
-        scores: (scores.as_ptr() as u64, stride),
-        width: keys,
-        lists,
-        states,
-        counted: false,
-        lengths,
-    };
+    let of = Given { scores: (scores.as_ptr() as u64, stride), width: keys, lists, states, lengths };
     pick(stream, table, 0..rows, &cut, of, selection)
 }
 

@@ -43,7 +43,6 @@ const HEADERS: &[(&str, &str)] = &[
     file!("few_ring.cuh"),
     file!("arrive.cuh"),
     file!("table.cuh"),
-    file!("order.cuh"),
     file!("scores.cuh"),
     file!("sparse.cuh"),
     // For a host compiler alone.

@@ -60,7 +60,7 @@ fn selected(batch: &Batch, rows: usize) -> (Vec<i32>, Vec<f32>) {
     let mut scores = put(&stream, TensorRef::from_slice(&vec![f32::NAN; t * n], &[t, n]).unwrap());
     let bytes = dsa::select_workspace_bytes_on(CARD, rows, on.max_keys(), h, d, k, 1);
     let mut workspace = Buffer::zeroed_on(CARD, bytes.max(1)).unwrap();
-    // What a run counts in is as it was before.
+    // A run needs nothing of the one before.
     for _ in 0..2 {
         let params = SelectParams {
             q: q.tensor(0, batch.q_dtype, &[t, h, d]).unwrap(),
@@ -150,7 +150,7 @@ fn long_rows_are_picked_over_several_blocks_as_on_the_cpu() {
 }
 
 #[test]
-fn one_row_alone_is_counted_as_it_is_scored() {
+fn one_row_alone_is_picked_as_on_the_cpu() {
     for (format, q_dtype) in
         [(KeyFormat::Bf16, DType::Bf16), (KeyFormat::Fp8, DType::Bf16), (KeyFormat::F32, DType::F32)]
     {
