@@ -303,4 +303,4 @@ impl Tables<'_> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -29,7 +29,7 @@
 //! lane of its own. Neither the key's position, page or neighbours nor threads or the batch show. bf16 keys under bf16
 //! queries count subnormals as 0 where the machine has bf16 dot products.
 
-mod attend;
+pub(crate) mod attend;
 mod device;
 mod keys;
 mod scores;

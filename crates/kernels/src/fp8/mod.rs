@@ -17,7 +17,7 @@ use crate::DType;
 
 mod store;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use store::{check_latent, dequantise_latent, prepare_store, store_heads, store_latents};
 

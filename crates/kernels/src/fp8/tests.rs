@@ -7,7 +7,7 @@ use crate::{Error, Stream, TensorMut, TensorRef, reference};
 
 /// Needs the helpers of the device's own tests.
 #[cfg(all(feature = "cuda", feature = "paged", feature = "dense", feature = "flex", feature = "dsa"))]
-mod device;
+pub(crate) mod device;
 
 #[test]
 fn e4m3_codes_are_their_own_nearest_numbers_and_order_as_they_do() {

@@ -17,4 +17,4 @@ pub use geometry::{Geometry, MAX_LATENT_DIM, Variant};
 pub use schedule::{is_for, schedule};
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -17,7 +17,7 @@ mod table;
 mod variant;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 #[cfg(feature = "paged")]
 pub use attend::{AttendParams, attend, workspace_bytes};

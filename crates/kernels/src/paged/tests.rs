@@ -1,4 +1,4 @@
 //! Attention over pages of codes.
 
 #[cfg(feature = "paged")]
-mod fp8;
+pub(crate) mod fp8;

@@ -201,6 +201,29 @@ fn sparse(runner: &Runner) {
     }
 }
 
+/// Caches in e4m3.
+fn codes(runner: &Runner) {
+    use crate::dsa::attend::tests::fp8::device as picks;
+    use crate::fp8::tests::device as stores;
+    use crate::mla::tests::fp8::device as latents;
+    use crate::paged::tests::fp8::device as heads;
+    use half::{bf16, f16};
+    let run = |call: &dyn Fn(&Stream)| {
+        runner.call(|stream| forced::with_shared(Some(HOPPER), || call(stream)));
+    };
+    run(&|stream| heads::run_small::<f16>(stream, (1, 2, 128, 128, 16), false));
+    run(&|stream| heads::run_small::<bf16>(stream, (1, 2, 128, 128, 16), false));
+    run(&|stream| heads::run_small::<bf16>(stream, (1, 20, 64, 64, 16), true));
+    run(&|stream| heads::run_small::<bf16>(stream, (1, 2, 256, 256, 16), true));
+    run(&|stream| latents::run_small::<f16>(stream, 2, 512, 64));
+    run(&|stream| latents::run_small::<bf16>(stream, 128, 512, 64));
+    run(&|stream| latents::run_small::<bf16>(stream, 16, 512, 0));
+    run(&|stream| picks::run_small::<f16>(stream, 2, 64, 16));
+    run(&|stream| picks::run_small::<bf16>(stream, 16, 512, 64));
+    run(&|stream| stores::run_small(stream, false));
+    run(&|stream| stores::run_small(stream, true));
+}
+
 fn moves(runner: &Runner) {
     // Entries whose bytes are a multiple of 16, of 4, of 2, and of nothing.
     for width in [32, 12, 6, 5] {
@@ -287,7 +310,7 @@ fn plainly(key: &Key) -> (&'static str, &'static str, Vec<(&'static str, i64)>) 
 }
 
 fn all(runner: &Runner) {
-    for part in [heads, segments, blocks, latents, sparse, moves] {
+    for part in [heads, segments, blocks, latents, sparse, codes, moves] {
         part(runner);
     }
 }

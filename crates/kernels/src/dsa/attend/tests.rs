@@ -10,7 +10,7 @@ use crate::reference::{self, Attended};
 use crate::testing::{Number, hash, noise};
 use crate::{DType, Error, Result, Stream, TensorMut, TensorRef};
 
-mod fp8;
+pub(crate) mod fp8;
 
 fn on_every_isa(mut test: impl FnMut()) {
     for &isa in Isa::supported() {

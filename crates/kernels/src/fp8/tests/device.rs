@@ -135,3 +135,29 @@ fn f14_a_slot_out_of_range_writes_nothing_on_a_device() {
     wanted[12..16].copy_from_slice(&(1f32 / 448.0).to_ne_bytes());
     assert_eq!(take(stream, &beside, 32), wanted);
 }
+
+/// A few tokens, for tools that watch memory.
+pub(crate) fn run_small(stream: &Stream, latents: bool) {
+    let numbers = vec![1.5f32; 3 * 2 * 132];
+    let (from, slots) =
+        (put(stream, bytemuck::cast_slice(&numbers)), put(stream, bytemuck::cast_slice(&[3i64, -1, 0])));
+    let slots = slots.tensor(0, DType::I64, &[3]).unwrap();
+    if latents {
+        let bytes = latent_bytes(132, 6);
+        let from = from.tensor(0, DType::F32, &[3, 138]).unwrap();
+        let mut to = put(stream, &vec![0xff; 4 * bytes]);
+        let to = to.tensor_mut(0, DType::U8, &[2, 2, bytes]).unwrap();
+        return store_latents(
+            stream,
+            slots,
+            from.narrow(1, 0, 132).unwrap(),
+            from.narrow(1, 132, 6).unwrap(),
+            to,
+        )
+        .unwrap();
+    }
+    let from = from.tensor(0, DType::F32, &[3, 2, 132]).unwrap();
+    let (mut to, mut beside) = (put(stream, &[0xff; 4 * 2 * 132]), put(stream, &[0xff; 4 * 2 * 4]));
+    let to = to.tensor_mut(0, DType::E4m3, &[2, 2, 2, 132]).unwrap();
+    store_heads(stream, slots, from, to, beside.tensor_mut(0, DType::F32, &[2, 2, 2]).unwrap()).unwrap();
+}

@@ -119,7 +119,7 @@ impl<Q: Number> Stored<Q> {
 
 /// Needs the helpers of the device's own tests.
 #[cfg(all(feature = "cuda", feature = "paged", feature = "dense", feature = "flex", feature = "dsa"))]
-mod device;
+pub(crate) mod device;
 
 #[test]
 fn rows_have_the_bits_of_an_f32_cache_and_the_oracles_numbers() {

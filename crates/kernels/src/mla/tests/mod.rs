@@ -4,7 +4,7 @@ mod batch;
 #[cfg(feature = "emulator")]
 mod device;
 mod faults;
-mod fp8;
+pub(crate) mod fp8;
 mod invariance;
 mod oracle;
 

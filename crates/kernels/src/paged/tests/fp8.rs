@@ -270,7 +270,7 @@ fn on_every_isa(mut test: impl FnMut()) {
 
 /// Needs the helpers of the device's own tests.
 #[cfg(all(feature = "cuda", feature = "dense", feature = "flex", feature = "dsa"))]
-mod device;
+pub(crate) mod device;
 
 const DECODE: [(usize, usize); 9] =
     [(1, 1), (1, 63), (1, 64), (1, 65), (0, 5), (1, 0), (2, 130), (1, 700), (3, 2)];

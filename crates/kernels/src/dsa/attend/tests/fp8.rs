@@ -91,7 +91,7 @@ fn f_fp8_picks_over_codes_have_the_bits_of_an_f32_cache() {
 
 /// Needs the helpers of the device's own tests.
 #[cfg(all(feature = "cuda", feature = "paged", feature = "dense", feature = "flex"))]
-mod device {
+pub(crate) mod device {
     use super::*;
     use crate::cuda::trials::memory::{put, take_all};
     use crate::cuda::trials::{DEVICE, stream, whole};
@@ -214,6 +214,18 @@ mod device {
             (0, picks(40, 700, 3)),
             (1, picks(1, 30, 4)),
         ]
+    }
+
+    /// A small ragged batch, for tools that watch memory.
+    pub(crate) fn run_small<T: Number>(stream: &Stream, h: usize, c: usize, e: usize) {
+        Codes::of(Batch::<T>::make(
+            (h, c, e, 8),
+            &[(3, 90), (0, 30)],
+            &[(0, picks(40, 90, 1)), (-1, vec![]), (1, vec![])],
+            64,
+            5,
+        ))
+        .on_device(stream);
     }
 
     #[test]

@@ -172,3 +172,9 @@ fn latents_in_codes_have_the_bits_of_their_rows_alone() {
         same_bits(&alone.on_device(stream), &want, "its company");
     }
 }
+
+/// A small ragged batch, for tools that watch memory.
+pub(crate) fn run_small<Q: Number>(stream: &Stream, h: usize, c: usize, e: usize) {
+    let shape = Shape { h, c, e, s: 16 };
+    Stored::<Q>::new(shape, CAUSAL, &[row(1, 300), row(1, 0), row(1, 17)]).on_device(stream);
+}

@@ -228,3 +228,14 @@ fn a_row_over_codes_has_the_bits_that_it_has_alone_and_padded() {
         token += q;
     }
 }
+
+/// A small ragged batch, for tools that watch memory.
+pub(crate) fn run_small<Q: Number>(
+    stream: &Stream,
+    shape: (usize, usize, usize, usize, usize),
+    capped: bool,
+) {
+    let plain = Variant::causal(shape.2);
+    let variant = if capped { Variant { logits_soft_cap: Some(3.0), alibi: true, ..plain } } else { plain };
+    Batch::<Q>::new(shape, &[(1, 300), (19, 45), (1, 0), (1, 17)], variant).on_device(stream, 0);
+}
