@@ -197,7 +197,7 @@ fn tile() -> Vec<Key> {
     let mut keys: Vec<Key> =
         SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect();
     // Of codes.
-    for values in [[1, 0, 128, 128, 8, 1, 64, 0, 1], [1, 0, 256, 256, 8, 1, 64, 1, 1]] {
+    for values in [[1, 0, 128, 128, 8, 1, 64, 0, 1], [1, 0, 256, 256, 8, 1, 32, 1, 1]] {
         keys.push(with_all(Key::new(Unit::TILE, "tile"), names, values).with("CODES", 1));
     }
     // Over blocks, the mods that need most registers: score mods, then mask mods, as `cu/mods.cuh` numbers them.

@@ -78,3 +78,9 @@ DEVICE Widened widened(const U4& codes, bool turned) {
     }
     return Widened{{pairs[0], pairs[1], pairs[2], pairs[3]}, {pairs[4], pairs[5], pairs[6], pairs[7]}};
 }
+
+// What rounding left of two weights times scales. A product of its own adds it: a row that one key decides would have that key's
+// scale rounded in every lane alike.
+DEVICE u32 rest_of(float lo, float hi, u32 pair) {
+    return pack<Bf16>(lo - bits_float(pair << 16), hi - bits_float(pair & 0xffff0000u));
+}

@@ -362,12 +362,16 @@ DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float fa
     for (u32 k = 0; k < KEYS / 16; k++) {
         u32 a[4] = {pack<T>(x[2 * k][0], x[2 * k][1]), pack<T>(x[2 * k][2], x[2 * k][3]),
                     pack<T>(x[2 * k + 1][0], x[2 * k + 1][1]), pack<T>(x[2 * k + 1][2], x[2 * k + 1][3])};
+        u32 rest[4] = {};
+        UNROLL
+        for (u32 i = 0; i < 4 && CODES; i++) rest[i] = rest_of(x[2 * k + i / 2][i % 2 * 2], x[2 * k + i / 2][i % 2 * 2 + 1], a[i]);
         UNROLL
         for (u32 n = 0; n < COLUMNS; n += 2) {
             u32 b[2], c[2];
             load_v<VALUES>(b, c, values, first + 16 * k, n / 2, l);
             mma<T>(s.o[n], a, b);
             mma<T>(s.o[n + 1], a, c);
+            if (CODES) mma<T>(s.o[n], rest, b), mma<T>(s.o[n + 1], rest, c);
         }
     }
 }

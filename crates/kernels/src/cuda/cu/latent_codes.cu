@@ -359,23 +359,28 @@ struct Sums {
 template <class Weights>
 DEVICE void add_values(float (&sums)[LATENT_GROUP / 2], const u8* tile, const float* scales, u32 group, Weights weights) {
     const u32 t = opaque(thread_x()) % 4;
-    u32 scaled[KEYS / 16][4];
+    // What they are rounded to, then what rounding left of them.
     UNROLL
-    for (u32 k = 0; k < KEYS / 16; k++)
+    for (u32 pass = 0; pass < 2; pass++) {
+        u32 scaled[KEYS / 16][4];
         UNROLL
-        for (u32 i = 0; i < 4; i++) {
-            const Two scale = *reinterpret_cast<const Two*>(scales + 16 * k + i / 2 * 8 + 2 * t);
-            const Two pair = weights(k, i);
-            scaled[k][i] = pack<Element>(pair.x * scale.x, pair.y * scale.y);
-        }
-    const u64 values = again(after(tile_desc(tile, BLOCK_BYTES, EIGHT_ROWS), group * (LATENT_GROUP / LANES) * BLOCK_BYTES));
-    pin(sums);
-    wgmma_fence();
-    UNROLL
-    for (u32 k = 0; k < KEYS / 16; k++) wgmma_rs<Element, LATENT_GROUP, true>(sums, scaled[k], after(values, k * 2 * EIGHT_ROWS), true);
-    wgmma_commit();
-    wgmma_wait<0>();
-    pin(sums);
+        for (u32 k = 0; k < KEYS / 16; k++)
+            UNROLL
+            for (u32 i = 0; i < 4; i++) {
+                const Two scale = *reinterpret_cast<const Two*>(scales + 16 * k + i / 2 * 8 + 2 * t);
+                const Two pair = weights(k, i);
+                scaled[k][i] = pack<Element>(pair.x * scale.x, pair.y * scale.y);
+                if (pass) scaled[k][i] = rest_of(pair.x * scale.x, pair.y * scale.y, scaled[k][i]);
+            }
+        const u64 values = again(after(tile_desc(tile, BLOCK_BYTES, EIGHT_ROWS), group * (LATENT_GROUP / LANES) * BLOCK_BYTES));
+        pin(sums);
+        wgmma_fence();
+        UNROLL
+        for (u32 k = 0; k < KEYS / 16; k++) wgmma_rs<Element, LATENT_GROUP, true>(sums, scaled[k], after(values, k * 2 * EIGHT_ROWS), true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(sums);
+    }
 }
 
 // Writes half of a block's results, or of its unfinished state.

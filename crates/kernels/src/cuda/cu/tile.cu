@@ -329,7 +329,7 @@ DEVICE void add_values(Room& room, const Addresses& here, float (&x)[SPREAD][TIL
     }
     UNROLL
     for (u32 k = 0; k < KEYS / 16; k++) {
-        u32 a[SPREAD][4];
+        u32 a[SPREAD][4], rest[CODES ? SPREAD : 1][4];
         UNROLL
         for (u32 s = 0; s < SPREAD; s++) {
             UNROLL
@@ -340,6 +340,7 @@ DEVICE void add_values(Room& room, const Addresses& here, float (&x)[SPREAD][TIL
                 sum[s][r] += v + w;
                 if (CODES) v *= here.v_scale[8 * n + 2 * (l % 4)], w *= here.v_scale[8 * n + 2 * (l % 4) + 1];
                 a[s][i] = pack<T>(v, w);
+                if (CODES) rest[CODES ? s : 0][i] = rest_of(v, w, a[s][i]);
             }
         }
         UNROLL
@@ -350,6 +351,7 @@ DEVICE void add_values(Room& room, const Addresses& here, float (&x)[SPREAD][TIL
             for (u32 s = 0; s < SPREAD; s++) {
                 mma<T>(state.o[s][n], a[s], b);
                 mma<T>(state.o[s][n + 1], a[s], c);
+                if (CODES) mma<T>(state.o[s][n], rest[CODES ? s : 0], b), mma<T>(state.o[s][n + 1], rest[CODES ? s : 0], c);
             }
         }
     }
