@@ -74,11 +74,8 @@ fn codes_tile(width: usize, values: usize, optin: u32) -> Option<Choice> {
     let shape = Shape::of(width, values, MOST_VALUES)?;
     // Of three tiles, the scale of each key and value.
     let scales = |build: &Build| 3 * 8 * build.keys;
-    let build = CODES.iter().find(|build| {
-        // A warp with sums of more has no registers for the weights of 64 keys and what rounding left of them.
-        let fits = build.keys <= 32 || shape.values <= 128;
-        fits && build.shared(&shape) + scales(build) <= share(optin, build.resident)
-    })?;
+    let build =
+        CODES.iter().find(|build| build.shared(&shape) + scales(build) <= share(optin, build.resident))?;
     let choice = build.choice(&shape);
     Some(Choice { shared: choice.shared + scales(build) as u32, ..choice })
 }
