@@ -187,13 +187,15 @@ template <u32 BEGIN, u32 END>
 DEVICE void fetch_blocks(u8* to, const Latents& latents, u32 D, bool aligned) {
     const u32 piece = thread_x() % PIECE;
     if (aligned && D == COLUMNS * LANES) {
+        // Row by row: neighbours in memory are asked for together.
         UNROLL
-        for (u32 block = BEGIN; block < END; block++)
+        for (u32 i = 0; i < TIMES; i++) {
+            const bool there = latents.at[i] != nullptr;
+            const Element* from = there ? latents.at[i] + piece * PIECE : latents.somewhere;
             UNROLL
-            for (u32 i = 0; i < TIMES; i++) {
-                const Element* from = (latents.at[i] ? latents.at[i] + piece * PIECE : latents.somewhere) + block * LANES;
-                cp_async_16(to + (block - BEGIN) * BLOCK_BYTES + i * (BLOCK_BYTES / TIMES), from, latents.at[i] != nullptr);
-            }
+            for (u32 block = BEGIN; block < END; block++)
+                cp_async_16(to + (block - BEGIN) * BLOCK_BYTES + i * (BLOCK_BYTES / TIMES), from + block * LANES, there);
+        }
         return;
     }
     NO_UNROLL
