@@ -113,8 +113,8 @@ pub(crate) enum Stored {
 }
 
 impl Stored {
-    /// Keys a leaf of a row. Over latents under many heads a device's blocks have no room for a second state, so that rows there have
-    /// about four leaves, whatever their length: more would be as many states in memory.
+    /// Keys a leaf of a row. Over latents under many heads a device's blocks have no room for a second state, and each end of a leaf
+    /// costs microseconds and a state in memory: long rows have about four leaves, shorter ones two, whatever the batch.
     pub(crate) fn leaf_keys(
         self,
         geometry: &Geometry,
@@ -131,8 +131,8 @@ impl Stored {
                 LATENT_TREE_LEAF
             }
             Family::Latent if target == Target::Blocks && geometry.group() > LATENT_FEW_HEADS => {
-                (kv_len.clamp(1, LATENT_LONGEST_LEAF * 4).next_power_of_two() / 4)
-                    .clamp(LATENT_LEAF, LATENT_LONGEST_LEAF)
+                let whole = kv_len.clamp(1, LATENT_LONGEST_LEAF * 4).next_power_of_two();
+                (whole / 4).max((whole / 2).min(LATENT_LONGEST_LEAF / 2)).max(LATENT_LEAF)
             }
             family => family.leaf_keys(q_len),
         }

@@ -22,6 +22,9 @@ constexpr u32 TILE_BYTES = COLUMNS * BLOCK_BYTES;
 constexpr u32 EIGHT_ROWS = 8 * LANES * 2;
 static_assert(DEPTH % LANES == 0 && (WIDTH == 128 || WIDTH == 256 || WIDTH == 512), "see above");
 
+// The room of a tile is given back in shares of as many neighbouring rows, as soon as nobody needs them.
+constexpr u32 SHARES = ROWS < 64 ? 1 : 4, SHARE_KEYS = KEYS / SHARES;
+
 // Shared memory: queries, the ring, and what the consumers have beside them.
 constexpr u32 QUERY_BLOCK_BYTES = ROWS * LANES * 2;
 constexpr u32 RING_AT = DEPTH / LANES * QUERY_BLOCK_BYTES;
@@ -77,9 +80,10 @@ DEVICE void walk(const Attend& p, Each each) {
     }
 }
 
-// What groups of a block tell each other: marks of the ring; marks of a unit and its queries, and the unit, two in turn.
+// What groups of a block tell each other: marks of tiles, and of shares of their room; marks of a unit and its queries, and the
+// unit, two in turn.
 struct Told {
-    Mark full[STAGES], empty[STAGES], queries, queries_read;
+    Mark full[STAGES], empty[STAGES][SHARES], queries, queries_read;
     Unit units[2];
 };
 
@@ -120,46 +124,56 @@ DEVICE void put(u8* to, const Element* a, const Element* b, u32 at, u32 C, u32 D
 constexpr u32 TIMES = KEYS / (GROUP / PIECE), QUERY_TIMES = ROWS / (GROUP / PIECE);
 static_assert(ROWS % (GROUP / PIECE) == 0, "rows for each thread");
 
+// The pages that this thread's latents of a tile are in, asked for long before they are needed.
+struct Lookup {
+    i32 page[TIMES];
+    u32 slot[TIMES];
+};
+constexpr i32 NOWHERE = -1;
+DEVICE Lookup look_up(const Keys& keys, const Unit& unit, u32 tile) {
+    Lookup found;
+    UNROLL
+    for (u32 i = 0; i < TIMES; i++) {
+        const u32 key = tile * KEYS + thread_x() % GROUP / PIECE + i * (KEYS / TIMES);
+        found.page[i] = NOWHERE, found.slot[i] = 0;
+        if (key >= unit.lo && key < unit.to) {
+            const u32 offset = key - keys.kv_offset, page = offset / keys.S;
+            found.page[i] = keys.pages[page], found.slot[i] = offset - page * keys.S;
+        }
+    }
+    return found;
+}
+// Where they lie; null for keys that nobody sees.
 struct Latents {
     const Element* at[TIMES];
     const Element* somewhere;  // what may be named where nothing is read
 };
-// Where this thread's latents of a tile lie; null for keys that nobody sees.
-DEVICE Latents latents_of(const Keys& keys, const Unit& unit, u32 tile) {
+DEVICE Latents latents_at(const Keys& keys, const Lookup& found) {
     Latents latents;
     latents.somewhere = reinterpret_cast<const Element*>(keys.k);
     UNROLL
     for (u32 i = 0; i < TIMES; i++) {
-        const u32 key = tile * KEYS + thread_x() % GROUP / PIECE + i * (KEYS / TIMES);
-        latents.at[i] = nullptr;
-        if (key >= unit.lo && key < unit.to) latents.at[i] = reinterpret_cast<const Element*>(key_at<LATENTS>(keys, key).k);
+        const u64 at = keys.k + u64(i64(found.page[i]) * keys.k_page + i64(found.slot[i]) * keys.k_slot);
+        latents.at[i] = found.page[i] == NOWHERE ? nullptr : reinterpret_cast<const Element*>(at);
     }
     return latents;
 }
-// This thread's pieces of a tile. A latent as wide as the tile has none beyond it, and each copy is one instruction.
-DEVICE void fetch(u8* to, const Latents& latents, u32 D, bool aligned) {
+// This thread's pieces of its i-th latent of a tile, one after the other as they lie in memory. A latent as wide as the tile has none
+// beyond it, and each copy is one instruction.
+DEVICE void fetch(u8* to, const Latents& latents, u32 i, u32 D, bool aligned) {
     const u32 piece = thread_x() % PIECE;
+    const Element* latent = latents.at[i];
+    to += i * (BLOCK_BYTES / TIMES);
     if (aligned && D == COLUMNS * LANES) {
-        const Element* from[TIMES];
-        bool there[TIMES];
+        const bool there = latent != nullptr;
+        const Element* from = there ? latent + piece * PIECE : latents.somewhere;
         UNROLL
-        for (u32 i = 0; i < TIMES; i++) {
-            there[i] = latents.at[i] != nullptr;
-            from[i] = there[i] ? latents.at[i] + piece * PIECE : latents.somewhere;
-        }
-        UNROLL
-        for (u32 block = 0; block < COLUMNS; block++)
-            UNROLL
-            for (u32 i = 0; i < TIMES; i++)
-                cp_async_16(to + block * BLOCK_BYTES + i * (BLOCK_BYTES / TIMES), from[i] + block * LANES, there[i]);
+        for (u32 block = 0; block < COLUMNS; block++) cp_async_16(to + block * BLOCK_BYTES, from + block * LANES, there);
         return;
     }
     NO_UNROLL
     for (u32 block = 0; block < COLUMNS; block++)
-        UNROLL
-        for (u32 i = 0; i < TIMES; i++)
-            put(to + block * BLOCK_BYTES + i * (BLOCK_BYTES / TIMES), latents.at[i], latents.at[i], block * LANES + piece * PIECE, D, D,
-                aligned);
+        put(to + block * BLOCK_BYTES, latent, latent, block * LANES + piece * PIECE, D, D, aligned);
 }
 
 DEVICE void announce(Mark* mark, bool aligned) {
@@ -222,16 +236,19 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     walk(p, [&](const Unit& unit) {
         const Keys keys = keys_of<LATENTS>(p, unit.row_index, unit.row, 0, sizeof(Element));
         const u32 begin = unit.tile(), end = unit.tiles();
-        Latents next = latents_of(keys, unit, begin);
+        Lookup next = look_up(keys, unit, begin);
         // The first tile goes ahead: the queries' place is free later than a tile's.
         u32 tile = begin;
         NO_UNROLL
         do {
             if (tile < end) {
-                const Latents latents = next;
-                next = latents_of(keys, unit, tile + 1);
-                mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
-                fetch(shared + RING_AT + turn.slot * TILE_BYTES + at, latents, D, aligned);
+                const Latents latents = latents_at(keys, next);
+                next = look_up(keys, unit, tile + 1);
+                UNROLL
+                for (u32 i = 0; i < TIMES; i++) {
+                    if (i % (TIMES / SHARES) == 0) mark_wait(&told.empty[turn.slot][i / (TIMES / SHARES)], turn.parity ^ 1);
+                    fetch(shared + RING_AT + turn.slot * TILE_BYTES + at, latents, i, D, aligned);
+                }
                 announce(&told.full[turn.slot], aligned);
                 turn.next();
             }
@@ -281,7 +298,8 @@ DEVICE void start(Told& told, u32 warps) {
         UNROLL
         for (u32 slot = 0; slot < STAGES; slot++) {
             mark_init(&told.full[slot], GROUP);
-            mark_init(&told.empty[slot], warps);
+            UNROLL
+            for (u32 share = 0; share < SHARES; share++) mark_init(&told.empty[slot][share], warps);
         }
         mark_init(&told.queries, GROUP + 1);
         mark_init(&told.queries_read, warps);

@@ -10,7 +10,7 @@
 
 constexpr u32 THREADS = 3 * GROUP;
 constexpr u32 HALF = WIDTH / 2, HALF_COLUMNS = HALF / LANES;
-static_assert(ROWS == 64, "rows of a product");
+static_assert(ROWS == 64 && SHARES == KEYS / 16, "rows of a product; keys of one");
 
 constexpr u32 WEIGHTS_AT = AFTER_RING;
 constexpr u32 FACTORS_AT = WEIGHTS_AT + BLOCK_BYTES;
@@ -34,6 +34,18 @@ DEVICE u32 my_row() { return warp() % 4 * 16 + lane() / 4; }
 // Rows of values are the other product's columns: the left or right half of a tile's, 16 keys at a time.
 DEVICE u64 values_at(const u8* tile, u32 half) {
     return tile_desc(tile + half * HALF_COLUMNS * BLOCK_BYTES, BLOCK_BYTES, EIGHT_ROWS);
+}
+
+// Gives back the room of a tile whose values are being multiplied, share by share, when a batch of products each is done.
+DEVICE void given_back(Mark* shares) {
+    wgmma_wait<3>();
+    released(&shares[0]);
+    wgmma_wait<2>();
+    released(&shares[1]);
+    wgmma_wait<1>();
+    released(&shares[2]);
+    wgmma_wait<0>();
+    released(&shares[3]);
 }
 
 DEVICE void scaled(float (&sums)[HALF / 2], float upper, float lower) {
@@ -93,17 +105,25 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
     // Where this lane's row of each pair of 8 x 8 matrices of weights goes; pieces are turned by the row.
     const u32 weight_row = warp() % 4 * 16 + lane() % 16;
     u8* weights = shared + WEIGHTS_AT + weight_row * LANES * 2;
-    const u64 queries = tile_desc(shared, 0, EIGHT_ROWS);
+    const u64 all_queries = tile_desc(shared, 0, EIGHT_ROWS);
     Turn turn{0, 0};
-    auto ask = [&](float(&scores)[KEYS / 2]) {
+    // Asks for a tile's scores in as many batches as it has shares, and calls `asked` behind each.
+    auto ask = [&](float(&scores)[KEYS / 2], auto asked) {
+        u64 queries = all_queries;
+        pin(queries);
         const u64 keys = tile_desc(shared + RING_AT + turn.slot * TILE_BYTES, 0, EIGHT_ROWS);
+        constexpr u32 STEPS = DEPTH / 16;
         wgmma_fence();
         UNROLL
-        for (u32 step = 0; step < DEPTH / 16; step++) {
-            const u32 bytes = step / 4 * BLOCK_BYTES + step % 4 * 32;
-            wgmma_ss<Element, KEYS, false, false>(scores, after(queries, bytes), after(keys, bytes), step != 0);
+        for (u32 share = 0; share < SHARES; share++) {
+            UNROLL
+            for (u32 step = share * STEPS / SHARES; step < (share + 1) * STEPS / SHARES; step++) {
+                const u32 bytes = step / 4 * BLOCK_BYTES + step % 4 * 32;
+                wgmma_ss<Element, KEYS, false, false>(scores, after(queries, bytes), after(keys, bytes), step != 0);
+            }
+            wgmma_commit();
+            asked(share);
         }
-        wgmma_commit();
     };
     each_told(told, [&](const Unit& unit) {
         float out[HALF / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
@@ -117,7 +137,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
         if (begin < end) {
             mark_wait(&told.full[turn.slot], turn.parity);
             async_fence();
-            ask(scores);
+            ask(scores, [](u32) {});
             wgmma_wait<0>();
             pin(scores);
         }
@@ -179,33 +199,34 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
             const u64 values = values_at(latents, 0);
             pin(out);
             wgmma_fence();
+            // A step is a share of the tile's keys.
             UNROLL
-            for (u32 k = 0; k < KEYS / 16; k++)
+            for (u32 k = 0; k < SHARES; k++) {
                 wgmma_rs<Element, HALF, true>(out, packed[k], after(values, k * 2 * EIGHT_ROWS), true);
-            wgmma_commit();
-            Mark* done = &told.empty[turn.slot];
+                wgmma_commit();
+            }
+            Mark* done = told.empty[turn.slot];
             turn.next();
             if (tile + 1 < end) {
-                // Scores of the next tile are asked for behind this one's values; where it has not come yet, this one's room is
-                // not to wait for it.
-                const bool there = mark_passed(&told.full[turn.slot], turn.parity);
+                // Scores of the next tile are asked for behind this one's values; where it has not come yet, this one's room is not to
+                // wait for it.
+                const bool there = warp_all(mark_passed(&told.full[turn.slot], turn.parity));
                 if (!there) {
-                    wgmma_wait<0>();
+                    given_back(done);
                     pin(out);
-                    released(done);
                     mark_wait(&told.full[turn.slot], turn.parity);
                 }
                 async_fence();
-                ask(scores);
-                wgmma_wait<1>();
+                ask(scores, [&](u32 share) {
+                    wgmma_wait<SHARES>();
+                    if (there) released(&done[share]);
+                });
                 pin(out);
-                if (there) released(done);
                 wgmma_wait<0>();
                 pin(scores);
             } else {
-                wgmma_wait<0>();
+                given_back(done);
                 pin(out);
-                released(done);
                 released(&told.queries_read);
             }
         }
@@ -256,12 +277,12 @@ DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
             pin(out);
             wgmma_fence();
             UNROLL
-            for (u32 k = 0; k < KEYS / 16; k++)
+            for (u32 k = 0; k < SHARES; k++) {
                 wgmma_ss<Element, HALF, false, true>(out, after(weights, k * 32), after(values, k * 2 * EIGHT_ROWS), true);
-            wgmma_commit();
-            wgmma_wait<0>();
+                wgmma_commit();
+            }
+            given_back(told.empty[turn.slot]);
             pin(out);
-            released(&told.empty[turn.slot]);
             mark_arrive(&handed.free);
             turns++;
             turn.next();

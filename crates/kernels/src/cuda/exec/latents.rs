@@ -110,7 +110,9 @@ fn hopper_shared(rows: usize, depth: usize, width: usize, stages: usize) -> usiz
     let (queries, weights) = (rows * depth * 2, rows * KEYS * 2);
     if rows == 64 {
         let tile = depth.max(width) * KEYS * 2;
-        return queries + stages * tile + weights + rows * 4 + 2 * 8 + (2 * stages + 2) * 8 + 2 * 128;
+        // Of each tile that it is there, and that each of four shares of its room is free; two of units.
+        let marks = 5 * stages + 2;
+        return queries + stages * tile + weights + rows * 4 + 2 * 8 + marks * 8 + 2 * 128;
     }
     // Of what lies behind the values of a tile there is one less, and the weights lie there.
     let rest = depth.saturating_sub(width) * KEYS * 2;
