@@ -37,8 +37,9 @@ pub(super) fn choose(work: &WorkList, walk: Walk, context: &Context) -> Option<C
     // Lists to come, which a captured run goes over, may have items of as many tokens as there can be.
     let most = largest.max((LATENT_LANES / heads).max(1) * heads);
     let kernels = work.kernels.settled();
-    // A list that was cut before its kernels were known has no tasks.
-    let cut = kernels == Kernels::Wgmma || geometry.num_qo_heads > LATENT_FEW_HEADS;
+    // A list that was cut before its kernels were known has no tasks, which codes do not need.
+    let cut =
+        kernels == Kernels::Wgmma || geometry.num_qo_heads > LATENT_FEW_HEADS || latents_in_codes(geometry);
     if kernels != Kernels::Mma
         && cut
         && let Some(choice) = hopper(geometry, walk, largest, most, context)

@@ -105,9 +105,9 @@ impl Cut {
         match geometry.num_qo_heads {
             // Codes take a block long, which a row alone has to wait for.
             _ if geometry.kv_dtype == DType::E4m3 => Cut::PLAIN,
-            0..=LATENT_TREE_HEADS => Cut::tree(rows, topk),
-            ..=32 => Cut::PLAIN,
-            ..=64 => Cut { leaf: 2 * LEAF, level: 0 },
+            heads if heads <= LATENT_TREE_HEADS => Cut::tree(rows, topk),
+            0..=32 => Cut::PLAIN,
+            33..=64 => Cut { leaf: 2 * LEAF, level: 0 },
             _ => Cut { leaf: 4 * LEAF, level: 0 },
         }
     }
