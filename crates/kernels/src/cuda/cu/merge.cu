@@ -16,10 +16,11 @@ typedef F16 Result;
 
 constexpr u32 WARPS = 4;
 
-MSTAR_KERNEL(merge, Attend, 128, 3) {
+template <u32 ACROSS>
+DEVICE void merge_all(const Attend& p, u32 merges, u32 pieces) {
     const Image* image = p.image;
-    const u32 slices = (p.Dv + WARP_COLUMNS - 1) / WARP_COLUMNS, pieces = p.walk;
-    const u32 merges = image->merges - (p.tickets ? image->fused : 0);
+    const u32 slices = (p.Dv + WARP_COLUMNS<ACROSS> - 1) / WARP_COLUMNS<ACROSS>;
+    NO_UNROLL
     for (u32 at = block_x(); at < merges * pieces; at += grid_x()) {
         const Merge merge = merges_of(image)[at / pieces];
         const Row row = rows_of(image)[merge.row];
@@ -27,11 +28,12 @@ MSTAR_KERNEL(merge, Attend, 128, 3) {
         const Part* parts = parts_of(image) + merge.part_begin;
         const u32 first = merge.part_count ? parts->index : 0;
         const u64 head_at = u64(merge.kv_head_begin) * state_len(out.lanes, p.Dv);
+        NO_UNROLL
         for (u32 unit = at % pieces * WARPS + warp(); unit < out.lanes * slices; unit += pieces * WARPS) {
-            const u32 lane_of = unit / slices, column = unit % slices * WARP_COLUMNS + lane_columns();
+            const u32 lane_of = unit / slices, column = unit % slices * WARP_COLUMNS<ACROSS> + lane_column<ACROSS>();
             Node node{-infinity(), 0.0f, Floats{0.0f, 0.0f, 0.0f, 0.0f}};
             if (merge.part_count) {
-                node = join_tree(first, merge.part_count, [&](u32 i) {
+                node = join_tree<ACROSS>(first, merge.part_count, [&](u32 i) {
                     Output state = out;
                     state.state = p.partials + parts[i].partial + head_at;
                     // A state is padded to whole lines, which are multiples of four floats.
@@ -40,12 +42,23 @@ MSTAR_KERNEL(merge, Attend, 128, 3) {
                 });
             }
             const float factor = finish(p, out, lane_of, node.m, node.l, lane() == 0 && unit % slices == 0);
-            if (lane() >= 8) continue;
+            if (lane_node<ACROSS>() != 0) continue;
             Result* to = output_row<Result>(p, out, lane_of) + column;
             const float values[4] = {node.acc.x, node.acc.y, node.acc.z, node.acc.w};
             UNROLL for (u32 i = 0; i < 4; i++) {
                 if (column + i < p.Dv) to[i] = from_float<Result>(values[i] * factor + 0.0f);
             }
         }
+    }
+}
+
+MSTAR_KERNEL(merge, Attend, 128, 3) {
+    const u32 merges = p.image->merges - (p.tickets ? p.image->fused : 0);
+    // Each merge is cut into `walk` pieces, a block each; eight lanes a node take four times as many.
+    const u64 vectors = u64(merges) * p.walk * WARPS;
+    if (vectors < MANY_VECTORS) {
+        merge_all<2>(p, merges, p.walk * 4);
+    } else {
+        merge_all<0>(p, merges, p.walk);
     }
 }

@@ -190,32 +190,42 @@ DEVICE u32 few_row(const Sparse& p, u32 before) {
     return first;
 }
 
-// Joins the items of rows that have several along the tree of their leaves, as merge.cu does, and writes the result. A warp has one head
-// of a row and 32 columns.
-MSTAR_KERNEL(picks_merge, Sparse, 128, 3) {
-    const u32 slices = (p.C + WARP_COLUMNS - 1) / WARP_COLUMNS, span = p.leaf << p.level;
-    const u64 rows = few_rows(p.table, p.row_begin, end_row(p));
+template <u32 ACROSS>
+DEVICE void merge_rows(const Sparse& p, u64 rows) {
+    const u32 slices = (p.C + WARP_COLUMNS<ACROSS> - 1) / WARP_COLUMNS<ACROSS>, span = p.leaf << p.level;
     // Where all rows are of few queries, each is as many rows on.
     const bool all = rows == end_row(p) - p.row_begin;
+    NO_UNROLL
     for (u64 unit = u64(block_x()) * 4 + warp(); unit < rows * p.H * slices; unit += u64(grid_x()) * 4) {
         const u32 slice = u32(unit % slices), head = u32(unit / slices % p.H), before = u32(unit / slices / p.H);
         const u32 row = all ? p.row_begin + before : few_row(p, before), count = picks_of(p, row).count;
         if (count <= span) continue;
-        const u32 column = slice * WARP_COLUMNS + lane_columns();
+        const u32 column = slice * WARP_COLUMNS<ACROSS> + lane_column<ACROSS>();
         const float* first = p.partials + u64(before) * p.leaves * state_len(p.H, p.C);
-        const Node node = join_tree(0, (count + span - 1) / span, [&](u32 item) {
+        const Node node = join_tree<ACROSS>(0, (count + span - 1) / span, [&](u32 item) {
             const float* state = first + u64(item) * state_len(p.H, p.C);
             Node one{state[head], state[state_lanes(p.H) + head], Floats{0.0f, 0.0f, 0.0f, 0.0f}};
             if (column < p.C) one.acc = floats_at(state + 2 * state_lanes(p.H) + u64(head) * state_width(p.C) + column);
             return one;
         });
         const float factor = finish(p, row, head, node.m, node.l, slice == 0 && lane() == 0);
-        if (lane() >= 8) continue;
+        if (lane_node<ACROSS>() != 0) continue;
         Query* o = reinterpret_cast<Query*>(p.o) + i64(row) * p.o_token + i64(head) * p.o_head + column;
         const float acc[4] = {node.acc.x, node.acc.y, node.acc.z, node.acc.w};
         UNROLL
         for (u32 i = 0; i < 4; i++)
             if (column + i < p.C) o[i] = from_float<Query>(acc[i] * factor + 0.0f);
+    }
+}
+
+// Joins the items of rows that have several along the tree of their leaves, as merge.cu does, and writes the result. A warp has one head
+// of a row and some columns.
+MSTAR_KERNEL(picks_merge, Sparse, 128, 3) {
+    const u64 rows = few_rows(p.table, p.row_begin, end_row(p));
+    if (rows * p.H * ((p.C + 127) / 128) < MANY_VECTORS) {
+        merge_rows<2>(p, rows);
+    } else {
+        merge_rows<0>(p, rows);
     }
 }
 

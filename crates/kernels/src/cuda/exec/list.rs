@@ -289,7 +289,8 @@ impl OnDevice {
         // A captured run has as many blocks as the device holds, another no more than it has work for; neither launches what finds
         // nothing to do over pages. Where there is something at another time, that is another captured run: see `capture_key`.
         let pieces = merge::pieces(work);
-        let work_of = [work.few, work.items.len() - work.few, work.merges.len() * pieces as usize];
+        let blocks_of = pieces as usize * merge::MORE_PIECES;
+        let work_of = [work.few, work.items.len() - work.few, work.merges.len().saturating_mul(blocks_of)];
         let readies = [&mut self.few, &mut self.many, &mut self.merge];
         for ((ready, work_of), walk) in
             readies.into_iter().zip(work_of).zip([Walk::Few as u32, Walk::Many as u32, pieces])
@@ -303,7 +304,7 @@ impl OnDevice {
             }
         }
         if let Some(merge) = &self.merge {
-            let open = (work.merges.len() - work.fused).saturating_mul(pieces as usize);
+            let open = (work.merges.len() - work.fused).saturating_mul(blocks_of);
             let whole = work.fixed && (open > 0 || !two);
             self.open_blocks = if whole { merge.blocks } else { merge.blocks.min(open as u32) };
         }
