@@ -460,7 +460,7 @@ fn the_kernels_that_a_spec_needs_are_named_for_an_architecture() {
         listed(spec, "sm_86", &[]).replace("sm_86", "")
     );
     assert!(listed(spec, "sm_80", &["--set", "dtype=f32"]).contains("plain.cu"));
-    assert_eq!(listed(spec, "sm_90a", &["--only", "decode.cu"]).matches(".cu").count(), 1);
+    assert_eq!(listed(spec, "sm_90a", &["--only", "decode_few.cu"]).matches(".cu").count(), 1);
     refused(
         &["kernels", "build", spec, "--arch", "sm_90a", "--list", "--only", "nothing"],
         "mstar: --only nothing: no kernel of the list has it in its line",

@@ -55,11 +55,9 @@ DEVICE Node join_tree(u32 first, u32 count, Load load) {
         NO_UNROLL
         for (u32 from = begin; from < end; from += ON_THEIR_WAY) {
             Node next[ON_THEIR_WAY];
+            // Nothing is asked under a condition, which would make each wait for the one before; the last is asked again instead.
             UNROLL
-            for (u32 i = 0; i < ON_THEIR_WAY; i++) {
-                next[i] = none;
-                if (from + i < end) next[i] = load(from + i - first);
-            }
+            for (u32 i = 0; i < ON_THEIR_WAY; i++) next[i] = load(least(from + i, end - 1) - first);
             UNROLL
             for (u32 i = 0; i < ON_THEIR_WAY; i++) {
                 const u32 index = from + i;

@@ -240,6 +240,8 @@ pub(crate) mod device {
         Codes::of(Batch::<bf16>::make((16, 512, 64, 64), &requests, &rows()[1..], 64, 9)).check_on(stream);
         if whole() {
             Codes::of(Batch::<bf16>::make((66, 512, 64, 64), &requests, &rows(), 600, 9)).check_on(stream);
+            // Pages of one slot start at it.
+            let requests = [(0, 700), (0, 30)];
             Codes::of(Batch::<bf16>::make((128, 512, 64, 1), &requests, &rows(), 600, 9)).check_on(stream);
         }
     }
