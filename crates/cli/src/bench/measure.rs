@@ -15,8 +15,7 @@ pub(super) struct Made {
     /// The same work by `schedule: throughput`, where there is one.
     pub(super) throughput: Option<Work>,
     /// What a whole step is made of.
-    // Only a device has steps to time.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only a device captures steps"))]
     pub(super) step: Option<Step>,
     /// Plain reads of the memory that `work` reads.
     pub(super) reads: Option<PlainReads>,

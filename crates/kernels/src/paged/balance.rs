@@ -202,46 +202,11 @@ fn shares_pages(list: &WorkList, rows: &[Row]) -> bool {
 
 #[cfg(all(test, feature = "paged", feature = "mla"))]
 mod tests {
-    use crate::paged::{Geometry, PageTable, Variant, schedule};
+    use crate::paged::renew::tests::{Batch, S};
+    use crate::paged::{Geometry, Variant, schedule};
     use crate::{DType, Kernels, mla};
 
     use super::*;
-
-    const S: usize = 16;
-
-    /// Decode rows over shuffled pages.
-    struct Batch {
-        qo_indptr: Vec<i32>,
-        kv_indptr: Vec<i32>,
-        kv_indices: Vec<i32>,
-        last: Vec<i32>,
-    }
-
-    impl Batch {
-        fn of(kv_lens: &[usize]) -> Batch {
-            let mut kv_indptr = vec![0];
-            kv_lens
-                .iter()
-                .for_each(|len| kv_indptr.push(kv_indptr[kv_indptr.len() - 1] + len.div_ceil(S) as i32));
-            Batch {
-                qo_indptr: (0..=kv_lens.len() as i32).collect(),
-                kv_indices: (0..kv_indptr[kv_lens.len()]).collect(),
-                kv_indptr,
-                last: kv_lens.iter().map(|len| (len.max(&1) - 1) as i32 % S as i32 + 1).collect(),
-            }
-        }
-
-        fn table(&self) -> PageTable<'_> {
-            PageTable {
-                qo_indptr: &self.qo_indptr,
-                kv_indptr: &self.kv_indptr,
-                kv_indices: &self.kv_indices,
-                kv_last_page_len: &self.last,
-                num_pages: self.kv_indices.len(),
-                ..PageTable::default()
-            }
-        }
-    }
 
     fn options(schedule: Schedule) -> ScheduleOptions {
         let target = Target::Blocks;
@@ -266,7 +231,7 @@ mod tests {
         };
         let variant = Variant { window_left, ..Variant::causal(128) };
         let mut list = WorkList::default();
-        schedule(&geometry, &variant, &Batch::of(kv_lens).table(), &options(how), &mut list).unwrap();
+        schedule(&geometry, &variant, &Batch::of(kv_lens, 1, 0).table(), &options(how), &mut list).unwrap();
         list
     }
 
@@ -280,7 +245,7 @@ mod tests {
             kv_dtype: DType::Bf16,
         };
         let variant = mla::Variant { sm_scale: 1.0, causal: true };
-        let (batch, options) = (Batch::of(kv_lens), options(Schedule::Throughput));
+        let (batch, options) = (Batch::of(kv_lens, 1, 0), options(Schedule::Throughput));
         let mut list = WorkList::default();
         mla::schedule(&geometry, &variant, &batch.table(), &options, &mut list).unwrap();
         list
@@ -362,14 +327,14 @@ mod tests {
     fn threads_have_longer_leaves_unless_rows_share_pages() {
         let geometry = heads(&[1], Schedule::Invariant, None).geometry;
         let threads = ScheduleOptions { target: Target::Threads, ..options(Schedule::Throughput) };
-        let mut batch = Batch::of(&[40_000, 40_000]);
+        let mut batch = Batch::of(&[40_000, 40_000], 1, 0);
         let leaf = |batch: &Batch, options: &ScheduleOptions| {
             let mut list = WorkList::default();
             schedule(&geometry, &Variant::causal(128), &batch.table(), options, &mut list).unwrap();
             list.rows.iter().map(|row| row.leaf_keys).collect::<Vec<u32>>()
         };
         assert_eq!(leaf(&batch, &threads), [4096, 4096]);
-        batch.kv_indices[2500] = 0;
+        batch.kv_indices[2500] = batch.kv_indices[0];
         assert_eq!(leaf(&batch, &threads), [512, 512]);
         assert_eq!(leaf(&batch, &ScheduleOptions { cascade: false, ..threads }), [4096, 4096]);
     }

@@ -132,25 +132,27 @@ fn is_cut_alike(variant: &Variant, old: &Row, new: &Row) -> bool {
 }
 
 #[cfg(all(test, feature = "paged"))]
-mod tests {
+pub(super) mod tests {
     use crate::DType;
     use crate::paged::schedule;
     use crate::work::Item;
 
     use super::*;
 
-    const S: usize = 16;
+    pub(in crate::paged) const S: usize = 16;
+    /// Pages that there are.
+    const PAGES: usize = 1 << 20;
 
     /// Rows of one query token but for the last, page ids that descend, and a list for each step.
-    struct Batch {
+    pub(in crate::paged) struct Batch {
         qo_indptr: Vec<i32>,
         kv_indptr: Vec<i32>,
-        kv_indices: Vec<i32>,
+        pub(in crate::paged) kv_indices: Vec<i32>,
         last: Vec<i32>,
     }
 
     impl Batch {
-        fn of(kv_lens: &[usize], q_last: i32, first_page: i32) -> Batch {
+        pub(in crate::paged) fn of(kv_lens: &[usize], q_last: i32, first_page: i32) -> Batch {
             let rows = kv_lens.len() as i32;
             let mut kv_indptr = vec![0];
             kv_lens
@@ -165,13 +167,13 @@ mod tests {
             }
         }
 
-        fn table(&self) -> PageTable<'_> {
+        pub(in crate::paged) fn table(&self) -> PageTable<'_> {
             PageTable {
                 qo_indptr: &self.qo_indptr,
                 kv_indptr: &self.kv_indptr,
                 kv_indices: &self.kv_indices,
                 kv_last_page_len: &self.last,
-                num_pages: 1000,
+                num_pages: PAGES,
                 ..PageTable::default()
             }
         }
@@ -244,7 +246,7 @@ mod tests {
         let as_it_was = read(&list);
         let grown = || Batch::of(&[101, 601], 1, 0);
         let mut beyond = grown();
-        beyond.kv_indices[3] = 1000;
+        beyond.kv_indices[3] = PAGES as i32;
         let mut negative = grown();
         negative.kv_indices[40] = -1;
         let mut long_page = grown();

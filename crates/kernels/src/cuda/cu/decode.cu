@@ -2,8 +2,7 @@
 //
 // Four warps share 64-key tiles at absolute positions. Each loads and sums 16 of a tile's keys (ROWS 16; with 32 or 64 rows,
 // two or four warps share 32 or 64 keys and divide the rows) with its own running softmax; at a leaf's end the four are joined
-// in fixed order, and leaves along their tree. A ring of tiles is kept in flight by cp.async, over the borders of leaves and items
-// too, so that it never drains. Page ids are asked for a tile before they are needed.
+// in fixed order, and leaves along their tree. Tiles come by a ring (decode_ring.cuh).
 //
 // Keys and values in e4m3 (CODES 1, with queries of bf16) come into the ring as they lie, and each warp makes bf16 of its own once they are
 // there, which is exact; their scales meet scores, and weights before these meet values.
@@ -12,222 +11,23 @@
 // ring; GENERAL 1 where a soft cap or slopes change scores; RESIDENT blocks an SM.
 #include "arrive.cuh"
 #include "cap.cuh"
-#include "codes.cuh"
-#include "tile.cuh"
+#include "decode_ring.cuh"
 
-constexpr u32 THREADS = 128;
 constexpr u32 SHARERS = ROWS / 16;        // warps that share a group of keys, 16 rows each
 constexpr u32 GROUPS = 4 / SHARERS;       // groups of warps, each with its own keys of a tile
 constexpr u32 KEYS = 16 * SHARERS;        // keys of a tile that a group takes
 constexpr u32 SLICE = 64;                 // value columns that are joined at a time
-#ifndef CODES
-#define CODES 0
-#endif
-static_assert(!CODES || KV_TYPE == 1, "what codes are served for");
-// A tile as products read it; in the ring; beside the ring, of codes a tile as products read it, and a scale for each key and value of
-// the ring.
-constexpr u32 SIZE = CODES ? 1 : 2, K_BYTES = 64 * WIDTH * 2, V_BYTES = 64 * VALUES * 2;
-constexpr u32 STAGE = (K_BYTES + V_BYTES) / 2 * SIZE, SCALES_AT = STAGES * STAGE + K_BYTES + V_BYTES;
-constexpr u32 RING_BYTES = CODES ? SCALES_AT + STAGES * 2 * 64 * 4 : STAGES * STAGE;
 constexpr u32 Q_BYTES = ROWS * WIDTH * 2, JOIN_BYTES = 4 * 16 * SLICE * 4;
 constexpr bool HELD = WIDTH <= 128;       // queries are held in registers, and lie where states are joined afterwards
 constexpr u32 JOIN_AT = HELD ? 0 : Q_BYTES;
 constexpr u32 AREA = HELD && Q_BYTES > JOIN_BYTES ? Q_BYTES : JOIN_AT + JOIN_BYTES;
 constexpr u32 STEPS = WIDTH / 16, COLUMNS = VALUES / 8, TILES = KEYS / 8;
 
-// The visible positions of query token `t` of an item.
-DEVICE Reach span_of(const Attend& p, const Task& task, u32 t) {
-    i64 at = task.first + t, lo = task.lo, hi = task.hi;
-    if (p.window_left >= 0) lo = most(lo, at - p.window_left);
-    if (p.flags & CAUSAL) hi = least(hi, at + 1);
-    return lo < hi ? Reach{u32(lo), u32(hi)} : Reach{task.lo, task.lo};
-}
-// Bits of the 64 keys at `base` that the custom mask leaves to query token `t` of an item.
-DEVICE u64 mask_word(const Attend& p, const Task& task, u32 t, u32 base) {
-    u32 word = base / 64;
-    if (word >= task.mask_words) return 0;
-    return masks_of(p.image)[task.mask_begin + u64(task.q_begin + t) * task.mask_words + word];
-}
-
 // What of an item a block is at: some of its query vectors, and some of its value columns.
 struct Job {
     u32 index, from, column;
     bool masked;
 };
-// Read where it is needed, rather than held in registers.
-DEVICE const Task& task_of(const Attend& p, u32 index) { return tasks_of(p.image)[index]; }
-// Goes on to the next part of an item; whether there is none.
-DEVICE bool advance(const Attend& p, u32 q_count, u32& from, u32& column) {
-    column += VALUES;
-    if (column < p.Dv) return false;
-    column = 0, from += ROWS;
-    if (from < q_count * (p.H / p.G)) return false;
-    from = 0;
-    return true;
-}
-
-// The side of a block that fetches: which tile is next, and where this lane's key in it lies (of the warp's 16, key lane % 16).
-struct Fetch {
-    u32 index, end, from, column;
-    u32 lo, hi, tile, tile_end;
-    u64 k, v;            // the head's share in page 0
-    u32 at, slot;        // where the list has the page of the key, and its slot there
-    u32 step_pages, step_slots;  // from a tile to the next
-    i32 page;            // its id
-    bool masked, even;   // whether a mask decides; whether pages hold 16 neighbours from a multiple of 16 on
-    bool seen, together; // whether the key is; whether all of the warp's are, and lie in one page
-};
-// Asks where this lane's key of the tile lies.
-DEVICE void locate(const Attend& p, Fetch& f) {
-    u32 base = f.tile * 64, key = base + 16 * warp() + (lane() & 15);
-    f.seen = f.together = false;
-    if (f.index >= f.end) return;
-    f.seen = key >= f.lo && key < f.hi;
-    if (f.masked) {
-        // A key that the mask hides from every query is not read: its value may be anything.
-        const Task& task = task_of(p, f.index);
-        u64 bits = 0;
-        NO_UNROLL
-        for (u32 t = 0; t < task.q_count; t++) {
-            Reach span = span_of(p, task, t);
-            bits |= mask_word(p, task, t, base) & range_bits(span.lo, span.hi, base);
-        }
-        f.seen = f.seen && (bits >> (key - base) & 1);
-    }
-    f.together = f.even && warp_all(f.seen);
-    if (f.seen) f.page = pages_of(p.image)[f.at];
-}
-// Begins a part of an item: its first tile.
-DEVICE void begin(const Attend& p, Fetch& f, const Task& task) {
-    const u32 offset_of = task.kv_offset;
-    f.lo = task.lo, f.hi = task.hi, f.masked = task.mask_words != 0;
-    f.even = ((p.S | offset_of) & 15) == 0;
-    f.k = p.k.at + u64(i64(task.head) * p.k.stride[2] * SIZE);
-    f.v = p.v.at + u64((i64(task.head) * p.v.stride[2] + f.column) * SIZE);
-    f.tile = f.lo / 64, f.tile_end = (f.hi + 63) / 64;
-    // A tile may begin before the first page does.
-    u32 key = f.tile * 64 + 16 * warp() + (lane() & 15);
-    u32 before = key < offset_of ? (offset_of - key + p.S - 1) / p.S : 0;
-    u32 offset = key + before * p.S - offset_of;
-    f.at = task.page_begin + offset / p.S - before, f.slot = offset % p.S;
-    locate(p, f);
-}
-// Goes to the next tile that there is, if any.
-DEVICE void settle(const Attend& p, Fetch& f) {
-    f.tile++;
-    if (f.tile < f.tile_end) {
-        f.at += f.step_pages, f.slot += f.step_slots;
-        if (f.slot >= p.S) f.slot -= p.S, f.at++;
-        locate(p, f);
-        return;
-    }
-    if (advance(p, task_of(p, f.index).q_count, f.from, f.column)) f.index += grid_x();
-    if (f.index >= f.end) return;
-    begin(p, f, task_of(p, f.index));
-    prefetch_l2(&task_of(p, least(f.index + grid_x(), f.end - 1)));
-}
-
-// Starts the copies of 16 rows of a tile of W elements, which lie `stride` bytes apart from `at` on.
-template <u32 W>
-DEVICE void bring_rows(u8* tile, u32 first, u32 l, u64 at, u32 stride, u32 width) {
-    constexpr u32 CHUNKS = W / 8;
-    UNROLL
-    for (u32 i = 0; i < 16 * CHUNKS / 32; i++) {
-        u32 n = i * 32 + l, r = n / CHUNKS, chunk = n % CHUNKS;
-        if (32 % CHUNKS == 0) r = i * (32 / CHUNKS) + l / CHUNKS, chunk = l % CHUNKS;
-        const void* from = reinterpret_cast<const void*>(at + u64(r) * stride + chunk * 16);
-        cp_async_16(chunk_at<W>(tile, first + r, chunk), from, chunk * 8 < width);
-    }
-}
-// The same of rows that lie anywhere: `at` is row r's in lane r, 0 for a row of zeros.
-template <u32 W>
-DEVICE void bring_lanes(u8* tile, u32 first, u32 l, u64 at, u32 width, bool whole) {
-    constexpr u32 CHUNKS = W / 8;
-    if (whole) {
-        UNROLL
-        for (u32 i = 0; i < 16 * CHUNKS / 32; i++) {
-            u32 n = i * 32 + l, r = n / CHUNKS, chunk = n % CHUNKS;
-            u64 row = u64(shfl_idx(u32(at), r)) | u64(shfl_idx(u32(at >> 32), r)) << 32;
-            bring(chunk_at<W>(tile, first + r, chunk), row, width, chunk);
-        }
-    } else {
-        NO_UNROLL
-        for (u32 n = l; n < 16 * CHUNKS; n += 32) {
-            u32 r = n / CHUNKS, chunk = n % CHUNKS;
-            u64 row = u64(shfl_idx(u32(at), r)) | u64(shfl_idx(u32(at >> 32), r)) << 32;
-            bring_slowly(chunk_at<W>(tile, first + r, chunk), row, width, chunk);
-        }
-    }
-}
-// The same of codes, which keep the order that they have: rows of W bytes.
-template <u32 W>
-DEVICE void bring_codes(u8* rows, u32 first, u32 l, u64 at, u32 width, bool whole) {
-    constexpr u32 CHUNKS = W / 16;
-    NO_UNROLL
-    for (u32 n = l; n < 16 * CHUNKS; n += 32) {
-        const u32 r = n / CHUNKS, from = n % CHUNKS * 16;
-        const u64 row = u64(shfl_idx(u32(at), r)) | u64(shfl_idx(u32(at >> 32), r)) << 32;
-        u8* to = rows + (first + r) * W + from;
-        if (whole) {
-            cp_async_16(to, reinterpret_cast<const void*>(row + from), row != 0 && from < width);
-        } else {
-            NO_UNROLL
-            for (u32 i = 0; i < 16; i++) to[i] = row != 0 && from + i < width ? reinterpret_cast<const u8*>(row)[from + i] : u8(0);
-        }
-    }
-}
-// Makes a warp's 16 rows of a tile of them.
-template <u32 W>
-DEVICE void widen_rows(u8* to, const u8* rows, u32 first, u32 l) {
-    constexpr u32 CHUNKS = W / 16;
-    UNROLL
-    for (u32 i = 0; i < 16 * CHUNKS / 32; i++) {
-        const u32 n = i * 32 + l, r = first + n / CHUNKS, chunk = n % CHUNKS, turned = chunk / 4 % 2;
-        // Half of the lanes write their second piece first, so that none meets another in a bank.
-        const Widened wide = widened(load16(rows + r * W + chunk * 16), turned);
-        store16(chunk_at<W>(to, r, 2 * chunk + turned), wide.first);
-        store16(chunk_at<W>(to, r, 2 * chunk + 1 - turned), wide.second);
-    }
-}
-// Starts the copy of a scale for each of the warp's 16 keys, or 1 where nothing is seen; half of the lanes those of keys.
-DEVICE void bring_scales(const Attend& p, const Fetch& f, float* scales) {
-    const View& from = lane() < 16 ? p.k_scales : p.v_scales;
-    float* to = scales + (lane() < 16 ? 0 : 64) + warp() * 16 + lane() % 16;
-    if (!f.seen) {
-        *to = 1.0f;
-        return;
-    }
-    const i64 head = task_of(p, f.index).head;
-    cp_async_4(to, reinterpret_cast<const float*>(from.at) + i64(f.page) * from.stride[0] + i64(f.slot) * from.stride[1] + head * from.stride[2]);
-}
-
-// Starts the copies of this warp's 16 keys and values of the next tile, and closes their group; an empty one past the end.
-DEVICE void fetch(const Attend& p, Fetch& f, u8* stage, float* scales, bool whole) {
-    if (f.index < f.end) {
-        const u32 thread = opaque(thread_x()), l = thread % 32, first = thread / 32 * 16;
-        const u32 width = p.Dv - f.column, r = l % 16;
-        const i64 k_slot = p.k.stride[1] * SIZE, v_slot = p.v.stride[1] * SIZE;
-        const i64 page = f.page, slot = f.slot;
-        u64 k = f.k + u64(page * p.k.stride[0] * SIZE + slot * k_slot);
-        u64 v = f.v + u64(page * p.v.stride[0] * SIZE + slot * v_slot);
-        if (CODES) {
-            bring_codes<WIDTH>(stage, first, l, f.seen ? k : 0, p.D, whole);
-            bring_codes<VALUES>(stage + STAGE / (WIDTH + VALUES) * WIDTH, first, l, f.seen ? v : 0, width, whole);
-            bring_scales(p, f, scales);
-        } else if (whole && f.together && u64(k_slot | v_slot) < 1u << 27) {
-            bring_rows<WIDTH>(stage, first, l, k - r * u32(k_slot), u32(k_slot), p.D);
-            bring_rows<VALUES>(stage + K_BYTES, first, l, v - r * u32(v_slot), u32(v_slot), width);
-        } else {
-            bring_lanes<WIDTH>(stage, first, l, f.seen ? k : 0, p.D, whole);
-            bring_lanes<VALUES>(stage + K_BYTES, first, l, f.seen ? v : 0, width, whole);
-        }
-        settle(p, f);
-    }
-    cp_async_commit();
-}
-
-// The scales of a tile of the ring: of 64 keys, then of 64 values.
-DEVICE float* scales_of(u8* memory, u32 slot) { return reinterpret_cast<float*>(memory + (CODES ? SCALES_AT : 0)) + slot * 128; }
 
 // Waits for the warps that share this warp's keys.
 DEVICE void sharers_sync() {
@@ -314,7 +114,7 @@ DEVICE void attend(const Attend& p, const Job& job, const Lanes& lanes, float fa
         UNROLL
         for (u32 r = 0; r < 2; r++) {
             bits[r] = range_bits(lanes.span[r].lo, lanes.span[r].hi, tile * 64);
-            if (job.masked) bits[r] &= mask_word(p, task_of(p, job.index), lanes.token[r], tile * 64);
+            if (job.masked) bits[r] &= mask_bits(p, task_of(p, job.index), lanes.token[r], tile * 64);
             bits[r] >>= first;
         }
         UNROLL

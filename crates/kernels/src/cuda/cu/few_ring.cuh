@@ -5,7 +5,7 @@
 // steps of KEYS keys.
 #pragma once
 
-#include "tile.cuh"
+#include "task.cuh"
 
 constexpr u32 WARPS = 4, THREADS = 32 * WARPS;
 // Keys that a warp takes at a time; where a head is narrow, as many as make a stage worth its overhead.
@@ -14,22 +14,6 @@ constexpr u32 K_BYTES = KEYS * WIDTH * 2, STAGE = KEYS * (WIDTH + VALUES) * 2;
 // Leaves of a round at most, as a power of two: what a warp has registers for the states of.
 constexpr u32 MOST_ROUND = VALUES <= 128 ? (COLUMNS == 8 && VALUES <= (GENERAL ? 64 : 128) ? 2 : 1) : GENERAL || WIDTH > 256 ? 0 : 1;
 
-// Read where it is needed, rather than held in registers.
-DEVICE const Task& task_of(const Attend& p, u32 index) { return tasks_of(p.image)[index]; }
-
-// The visible positions of query token `t` of an item.
-DEVICE Reach span_of(const Attend& p, const Task& task, u32 t) {
-    i64 at = task.first + t, lo = task.lo, hi = task.hi;
-    if (p.window_left >= 0) lo = most(lo, at - p.window_left);
-    if (p.flags & CAUSAL) hi = least(hi, at + 1);
-    return lo < hi ? Reach{u32(lo), u32(hi)} : Reach{task.lo, task.lo};
-}
-// Bits of the custom mask for the keys from `base` on, at least KEYS of them, and query token `t` of an item.
-DEVICE u64 mask_bits(const Attend& p, const Task& task, u32 t, u32 base) {
-    u32 word = base / 64;
-    if (word >= task.mask_words) return 0;
-    return masks_of(p.image)[task.mask_begin + u64(task.q_begin + t) * task.mask_words + word] >> (base % 64);
-}
 // Goes on to the next part of an item, some query vectors and some value columns; whether there is none.
 DEVICE bool advance(const Attend& p, u32 q_count, u32& from, u32& column) {
     column += VALUES;
@@ -88,13 +72,7 @@ DEVICE void locate(const Attend& p, Fetch& f) {
     f.seen = key >= f.lo && key < f.hi;
     if (f.masked) {
         // A key that the mask hides from every query is not read: its value may be anything.
-        const Task& task = task_of(p, f.index);
-        u64 bits = 0;
-        NO_UNROLL
-        for (u32 t = 0; t < task.q_count; t++) {
-            Reach span = span_of(p, task, t);
-            bits |= mask_bits(p, task, t, base) & range_bits(span.lo, span.hi, base);
-        }
+        const u64 bits = seen_bits(p, task_of(p, f.index), base);
         f.seen = f.seen && (bits >> (key - base) & 1);
     }
     f.together = f.even && warp_all(f.seen);
@@ -151,19 +129,7 @@ DEVICE void settle(const Attend& p, Fetch& f, bool fresh) {
     locate(p, f);
 }
 
-// Starts the copies of 16 rows of W elements, which lie `stride` bytes apart from `at` on.
-template <u32 W>
-DEVICE void bring_rows(u8* tile, u32 first, u32 l, u64 at, u32 stride, u32 width) {
-    constexpr u32 CHUNKS = W / 8;
-    UNROLL
-    for (u32 i = 0; i < 16 * CHUNKS / 32; i++) {
-        u32 n = i * 32 + l, r = n / CHUNKS, chunk = n % CHUNKS;
-        if (32 % CHUNKS == 0) r = i * (32 / CHUNKS) + l / CHUNKS, chunk = l % CHUNKS;
-        const void* from = reinterpret_cast<const void*>(at + u64(r) * stride + chunk * 16);
-        cp_async_16(chunk_at<W>(tile, first + r, chunk), from, chunk * 8 < width);
-    }
-}
-// The same of KEYS rows that lie anywhere: `at` is row r's in lane r, 0 for a row of zeros.
+// Starts the copies of KEYS rows that lie anywhere: `at` is row r's in lane r, 0 for a row of zeros.
 template <u32 W>
 DEVICE void bring_lanes(u8* tile, u32 l, u64 at, u32 width, bool whole) {
     constexpr u32 CHUNKS = W / 8, TURNS = KEYS * CHUNKS / 32, SOME = 4;

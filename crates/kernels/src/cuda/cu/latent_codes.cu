@@ -6,22 +6,18 @@
 //
 // A latent is [512 e4m3 | 4 f32 | E bf16]. Scales never meet codes: a score is what the rotary lanes give, and then, for each 128
 // lanes, their product times their scale, in f32; a weight is times its key's scale before it meets values, once for each 128
-// columns. Tiles lie at multiples of KEYS, so that what else a block works on changes no bit. Items of more than ROWS query vectors
-// are cut into pieces, which read the same latents.
+// columns.
 //
 // Defines: DEPTH, 512 or 576: lanes of a latent, padded to a multiple of 64; PIECES of the largest item, a multiple of those that
 // one token's heads make. Queries are bf16.
 #include "codes.cuh"
-#include "finish.cuh"
-#include "gather.cuh"
-#include "hopper.cuh"
 
 typedef Bf16 Element;
+constexpr u32 ROWS = 64, STAGES = 2;
+#include "latent_softmax.cuh"
 
-constexpr u32 GROUP = 128, THREADS = 3 * GROUP, CONSUMERS = 2 * GROUP;
-constexpr u32 ROWS = 64, KEYS = 64, WIDTH = 512, STAGES = 2, SCALES = WIDTH / LATENT_GROUP;
-// A tile in shared memory: blocks of 64 rows and 64 lanes, rows of 128 bytes whose 16-byte pieces are turned by the row.
-constexpr u32 LANES = 64, PIECE = 8, BLOCK_BYTES = KEYS * LANES * 2, EIGHT_ROWS = 8 * LANES * 2;
+constexpr u32 THREADS = 3 * GROUP, CONSUMERS = 2 * GROUP;
+constexpr u32 WIDTH = 512, SCALES = WIDTH / LATENT_GROUP;
 constexpr u32 COLUMNS = DEPTH / LANES, ROPE_STEPS = (DEPTH - WIDTH) / 16;
 constexpr u32 TILE_BYTES = COLUMNS * BLOCK_BYTES;
 // From the first lane under a scale to the rotary ones.
@@ -35,24 +31,6 @@ constexpr u32 SCALES_AT = WEIGHTS_AT + BLOCK_BYTES;
 constexpr u32 FACTORS_AT = SCALES_AT + STAGES * SCALES * KEYS * 4;
 constexpr u32 TOLD_AT = FACTORS_AT + ROWS * 4;
 
-// What a block works on: up to ROWS query vectors of an item, and the keys that they see.
-struct Unit {
-    Row row;
-    Output output;
-    u32 row_index, q_begin, first;
-    u32 lo, to;  // keys lo..to
-    u32 hi, H;
-    u32 all_see; // keys that every query vector sees, from lo on
-    i64 before;  // keys that token 0 of the item sees under causality
-    bool causal;
-    bool over;   // there is no more to do
-
-    // One past the last key that a lane of the item sees.
-    u32 limit(u32 lane) const { return causal ? u32(least(most(before + i64(lane / H), i64(0)), i64(hi))) : hi; }
-    u32 tile() const { return lo / KEYS; }
-    u32 tiles() const { return lo < to ? (to + KEYS - 1) / KEYS : lo / KEYS; }
-};
-
 // What groups of a block tell each other: marks of the ring; marks of a unit and its queries, and the unit, two in turn; and what the
 // first hands to the second, again and again: weights and factors are there; they may be written over. Every thread arrives.
 struct Told {
@@ -63,74 +41,13 @@ constexpr u32 SHARED_BYTES = TOLD_AT + sizeof(Told);
 static_assert(sizeof(Told) == 320, "as in exec/latents.rs");
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
-// Where a tile of the ring is, and which turn of the ring it belongs to.
-struct Turn {
-    u32 slot, parity;
-    void next() {
-        slot += 1;
-        if (slot == STAGES) slot = 0, parity ^= 1;
-    }
-};
-struct alignas(8) Two {
-    float x, y;
-};
 DEVICE const float* scales_of(const u8* shared, u32 slot, u32 group) {
     return reinterpret_cast<const float*>(shared + SCALES_AT) + (slot * SCALES + group) * KEYS;
-}
-
-// Calls `each(unit)` for what this block is to do. Pieces that every item has are neighbours, so that the second finds the latents
-// of the first nearby; those that only items of several tokens have come after all of them.
-template <class Each>
-DEVICE void walk(const Attend& p, Each each) {
-    const Image* image = p.image;
-    const Span span = items_of(p);
-    const u32 sure = (p.H + ROWS - 1) / ROWS, units = (span.end - span.begin) * sure;
-    NO_UNROLL
-    for (u32 at = block_x(); at < units / sure * PIECES; at += grid_x()) {
-        const Item item = items_of(image)[span.begin + at % units / sure];
-        const Member member = members_of(image)[item.member_begin];
-        Unit unit;
-        unit.row = rows_of(image)[member.row];
-        unit.output = output_of(p, item, member, unit.row);
-        unit.row_index = member.row, unit.q_begin = item.q_begin;
-        unit.first = (at / units * sure + at % sure) * ROWS;
-        if (unit.first >= unit.output.lanes) continue;
-        const Reach reach = reach_of(p, unit.row, item);
-        unit.lo = reach.lo, unit.hi = reach.hi, unit.H = p.H;
-        unit.causal = p.flags & CAUSAL, unit.over = false;
-        // Query `i` of a row is at position kv_len - q_len + i.
-        unit.before = i64(unit.row.kv_len) - i64(unit.row.q_len) + i64(item.q_begin) + 1;
-        unit.to = unit.limit(least(unit.first + ROWS, unit.output.lanes) - 1);
-        unit.all_see = unit.limit(unit.first);
-        each(unit);
-    }
 }
 
 // ---- producer ----
 
 DEVICE U4 words_at(const u8* from) { return U4{word_at(from), word_at(from + 4), word_at(from + 8), word_at(from + 12)}; }
-
-// Eight lanes of a query, from lane `at` on: C of them lie at `a`, the others at `b`; null for a row of zeros.
-DEVICE void put_query(u8* to, const Element* a, const Element* b, u32 at, u32 D, bool aligned) {
-    if (aligned) {
-        const bool there = a && at < D;
-        const Element* from = at < WIDTH ? a + at : b + (at - WIDTH);
-        cp_async_16(to, there ? from : a, there);
-        return;
-    }
-    u32 words[4];
-    UNROLL
-    for (u32 i = 0; i < 4; i++) {
-        u32 pair = 0;
-        UNROLL
-        for (u32 e = 0; e < 2; e++) {
-            u32 lane_at = at + 2 * i + e;
-            if (a && lane_at < D) pair |= u32((lane_at < WIDTH ? a[lane_at] : b[lane_at - WIDTH]).bits) << (16 * e);
-        }
-        words[i] = pair;
-    }
-    store16(to, U4{words[0], words[1], words[2], words[3]});
-}
 
 // Eight threads have a row of a tile, and every sixteenth row.
 constexpr u32 TIMES = KEYS / (GROUP / PIECE), CHUNKS = WIDTH / 16 / PIECE;
@@ -220,14 +137,6 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
             mark_arrive(&told.queries);
         }
     };
-    auto announce_queries = [&]() {
-        if (aligned) {
-            mark_arrive_after_copies(&told.queries);
-        } else {
-            async_fence();
-            mark_arrive(&told.queries);
-        }
-    };
     auto fetch_queries = [&](const Unit& unit) {
         const Queries queries = queries_of<LATENTS>(p, unit.row, unit.q_begin, 0, sizeof(Element));
         NO_UNROLL
@@ -244,7 +153,7 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
             for (u32 block = 0; block < COLUMNS; block++) {
                 // What may be named where nothing is read.
                 if (aligned && !nope) cp_async_16(to + block * BLOCK_BYTES, reinterpret_cast<const void*>(p.q.at), false);
-                else put_query(to + block * BLOCK_BYTES, nope, pe, block * LANES + piece * PIECE, D, aligned);
+                else put(to + block * BLOCK_BYTES, nope, pe, block * LANES + piece * PIECE, WIDTH, D, aligned);
             }
         }
     };
@@ -281,7 +190,7 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
             if (tile == begin) {
                 tell(unit);
                 if (begin < end) fetch_queries(unit);
-                announce_queries();
+                announce(&told.queries, aligned);
                 count += 1;
             }
             tile += 1;
@@ -290,33 +199,15 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     Unit last{};
     last.over = true;
     tell(last);
-    announce_queries();
+    announce(&told.queries, aligned);
     cp_async_commit();
     cp_async_wait<0>();
 }
 
 // ---- consumers ----
 
-// The descriptor of what lies so many bytes behind; addresses never carry out of the lower word.
-DEVICE u64 after(u64 desc, u32 bytes) { return (desc & ~0xffffffffull) | (u32(desc) + (bytes >> 4)); }
-
 // A descriptor of whose lower word the compiler knows nothing.
 DEVICE u64 again(u64 desc) { return (desc & ~0xffffffffull) | opaque(u32(desc)); }
-
-// Calls `each(unit)` for what the producer tells of; in the order in which it does.
-template <class Each>
-DEVICE void each_told(Told& told, Each each) {
-    NO_UNROLL
-    for (u32 count = 0;; count++) {
-        mark_wait(&told.queries, count % 2);
-        const Unit& unit = told.units[count % 2];
-        if (unit.over) break;
-        each(unit);
-    }
-}
-
-// This thread's rows of a product: the first, and the one 8 below it.
-DEVICE u32 my_row() { return warp() % 4 * 16 + lane() / 4; }
 
 // Half of a tile's keys: as many as a thread has registers for what one group of lanes gives beside what all gave before.
 constexpr u32 HALF = KEYS / 2;
@@ -469,30 +360,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
                 }
             }
             float alpha[2];
-            UNROLL
-            for (u32 r = 0; r < 2; r++) {
-                // A NaN is passed over here, and makes the sum NaN.
-                float most_now = -infinity();
-                UNROLL
-                for (u32 j = 0; j < KEYS / 8; j++)
-                    most_now = larger(most_now, larger(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
-                most_now = larger(most_now, shfl_xor(most_now, 1));
-                most_now = larger(most_now, shfl_xor(most_now, 2));
-                most_now = larger(top[r], most_now * step);
-                const float reference = most_now == -infinity() ? 0.0f : most_now;
-                alpha[r] = top[r] == -infinity() ? 1.0f : ex2(top[r] - most_now);
-                top[r] = most_now;
-                float now[2] = {0.0f, 0.0f};
-                UNROLL
-                for (u32 j = 0; j < KEYS / 8; j++)
-                    UNROLL
-                    for (u32 e = 0; e < 2; e++) {
-                        float& s = scores[4 * j + 2 * r + e];
-                        s = ex2(fused(s, step, -reference));
-                        now[e] += s;
-                    }
-                sum[r] = sum[r] * alpha[r] + (now[0] + now[1]);
-            }
+            weigh(scores, step, top, sum, alpha);
             mark_wait(&told.free, turns % 2 ^ 1);
             // Where this lane's row of each pair of 8 x 8 matrices of weights goes; pieces are turned by the row.
             const u32 weight_row = thread % GROUP / 32 * 16 + thread % 16;
@@ -521,19 +389,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
 
         const u32 t = lane() % 4, row = my_row();
         float factor[2];
-        UNROLL
-        for (u32 r = 0; r < 2; r++) {
-            sum[r] += shfl_xor(sum[r], 1);
-            sum[r] += shfl_xor(sum[r], 2);
-            const u32 lane_of = unit.first + row + 8 * r;
-            factor[r] = 1.0f;
-            if (lane_of >= unit.output.lanes) continue;
-            if (unit.output.direct()) {
-                factor[r] = finish(p, unit.output, lane_of, top[r], sum[r], t == 0);
-            } else if (t == 0) {
-                *unit.output.m(lane_of) = top[r], *unit.output.l(lane_of) = sum[r];
-            }
-        }
+        conclude(p, unit, top, sum, factor);
         mark_wait(&told.free, turns % 2 ^ 1);
         float* factors = reinterpret_cast<float*>(shared + FACTORS_AT) + row;
         if (t == 0) factors[0] = factor[0], factors[8] = factor[1];

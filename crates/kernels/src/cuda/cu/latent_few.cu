@@ -208,7 +208,7 @@ DEVICE void fetch_blocks(u8* to, const Latents& latents, u32 D, bool aligned) {
 }
 
 DEVICE void fetch_queries(const Attend& p, u8* to, const Work& work, bool aligned) {
-    const u32 row = thread_x() % GROUP / PIECE, piece = thread_x() % PIECE, lanes = work.task.q_count * p.H, C = p.Dv, D = p.D;
+    const u32 row = thread_x() % GROUP / PIECE, lanes = work.task.q_count * p.H;
     const Element *nope[QUERY_TIMES], *pe[QUERY_TIMES];
     UNROLL
     for (u32 i = 0; i < QUERY_TIMES; i++) {
@@ -220,25 +220,7 @@ DEVICE void fetch_queries(const Attend& p, u8* to, const Work& work, bool aligne
             pe[i] = reinterpret_cast<const Element*>(p.q_pe.at) + token * p.q_pe.stride[0] + head * p.q_pe.stride[1];
         }
     }
-    if (aligned && C == WIDTH && D == DEPTH) {
-        UNROLL
-        for (u32 i = 0; i < QUERY_TIMES; i++) {
-            const bool there = nope[i] != nullptr;
-            const Element* from = there ? nope[i] + piece * PIECE : reinterpret_cast<const Element*>(p.q.at);
-            const Element* pe_from = there ? pe[i] + piece * PIECE : from;
-            UNROLL
-            for (u32 block = 0; block < DEPTH / LANES; block++)
-                cp_async_16(to + block * QUERY_BLOCK_BYTES + i * (QUERY_BLOCK_BYTES / QUERY_TIMES),
-                            block < WIDTH / LANES ? from + block * LANES : pe_from + (block * LANES - WIDTH), there);
-        }
-        return;
-    }
-    NO_UNROLL
-    for (u32 block = 0; block < DEPTH / LANES; block++)
-        NO_UNROLL
-        for (u32 i = 0; i < QUERY_TIMES; i++)
-            put(to + block * QUERY_BLOCK_BYTES + i * (QUERY_BLOCK_BYTES / QUERY_TIMES), one_of(nope, i), one_of(pe, i),
-                block * LANES + piece * PIECE, C, D, aligned);
+    put_queries(p, to, nope, pe, aligned);
 }
 
 DEVICE void produce_few(const Attend& p, u8* shared, FewTold& told) {

@@ -7,6 +7,7 @@
 // Defines: those of latent_ring.cuh, with ROWS 64.
 
 #include "latent_ring.cuh"
+#include "latent_softmax.cuh"
 
 constexpr u32 THREADS = 3 * GROUP;
 constexpr u32 HALF = WIDTH / 2, HALF_COLUMNS = HALF / LANES;
@@ -27,9 +28,6 @@ struct Handed {
     Mark there, free;
 };
 DEVICE Handed& handed_of(u8* shared) { return *reinterpret_cast<Handed*>(shared + HANDED_AT); }
-
-// This thread's rows of a product: the first, and the one 8 below it.
-DEVICE u32 my_row() { return warp() % 4 * 16 + lane() / 4; }
 
 // Rows of values are the other product's columns: the left or right half of a tile's, 16 keys at a time.
 DEVICE u64 values_at(const u8* tile, u32 half) {
@@ -54,10 +52,6 @@ DEVICE void scaled(float (&sums)[HALF / 2], float upper, float lower) {
     UNROLL
     for (u32 i = 0; i < HALF / 2; i++) sums[i] *= i / 2 % 2 ? lower : upper;
 }
-
-struct alignas(8) Two {
-    float x, y;
-};
 
 // Writes half of a block's results, or of its unfinished state.
 DEVICE void store(const Attend& p, const Unit& unit, const float (&sums)[HALF / 2], u32 half, const float (&factors)[2]) {
@@ -131,7 +125,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
         for (u32 i = 0; i < HALF / 2; i++) out[i] = 0.0f;
         const u32 begin = unit.tile(), end = unit.tiles();
         const u32 limits[2] = {unit.limit(unit.first + row), unit.limit(unit.first + row + 8)};
-        const u32 all_see = unit.limit(unit.first), lo = unit.lo;
+        const u32 all_see = unit.all_see, lo = unit.lo;
         if (begin >= end) released(&told.queries_read);
         float scores[KEYS / 2];
         if (begin < end) {
@@ -156,30 +150,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
                 }
             }
             float alpha[2];
-            UNROLL
-            for (u32 r = 0; r < 2; r++) {
-                // A NaN is passed over here, and makes the sum NaN.
-                float most_now = -infinity();
-                UNROLL
-                for (u32 j = 0; j < KEYS / 8; j++)
-                    most_now = larger(most_now, larger(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
-                most_now = larger(most_now, shfl_xor(most_now, 1));
-                most_now = larger(most_now, shfl_xor(most_now, 2));
-                most_now = larger(top[r], most_now * step);
-                const float reference = most_now == -infinity() ? 0.0f : most_now;
-                alpha[r] = top[r] == -infinity() ? 1.0f : ex2(top[r] - most_now);
-                top[r] = most_now;
-                float now[2] = {0.0f, 0.0f};
-                UNROLL
-                for (u32 j = 0; j < KEYS / 8; j++)
-                    UNROLL
-                    for (u32 e = 0; e < 2; e++) {
-                        float& s = scores[4 * j + 2 * r + e];
-                        s = ex2(fused(s, step, -reference));
-                        now[e] += s;
-                    }
-                sum[r] = sum[r] * alpha[r] + (now[0] + now[1]);
-            }
+            weigh(scores, step, top, sum, alpha);
             u32 packed[KEYS / 16][4];
             UNROLL
             for (u32 k = 0; k < KEYS / 16; k++)
@@ -232,19 +203,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
         }
 
         float factor[2];
-        UNROLL
-        for (u32 r = 0; r < 2; r++) {
-            sum[r] += shfl_xor(sum[r], 1);
-            sum[r] += shfl_xor(sum[r], 2);
-            const u32 lane_of = unit.first + row + 8 * r;
-            factor[r] = 1.0f;
-            if (lane_of >= unit.output.lanes) continue;
-            if (unit.output.direct()) {
-                factor[r] = finish(p, unit.output, lane_of, top[r], sum[r], t == 0);
-            } else if (t == 0) {
-                *unit.output.m(lane_of) = top[r], *unit.output.l(lane_of) = sum[r];
-            }
-        }
+        conclude(p, unit, top, sum, factor);
         mark_wait(&handed.free, turns % 2 ^ 1);
         if (t == 0) factors[row] = factor[0], factors[row + 8] = factor[1];
         mark_arrive(&handed.there);

@@ -114,6 +114,19 @@ DEVICE void bring_queries(const Attend& p, const Queries& q, u8* tile, u32 from,
     }
 }
 
+// Starts the copies of 16 rows of W elements, which lie `stride` bytes apart from `at` on.
+template <u32 W>
+DEVICE void bring_rows(u8* tile, u32 first, u32 l, u64 at, u32 stride, u32 width) {
+    constexpr u32 CHUNKS = W / 8;
+    UNROLL
+    for (u32 i = 0; i < 16 * CHUNKS / 32; i++) {
+        u32 n = i * 32 + l, r = n / CHUNKS, chunk = n % CHUNKS;
+        if (32 % CHUNKS == 0) r = i * (32 / CHUNKS) + l / CHUNKS, chunk = l % CHUNKS;
+        const void* from = reinterpret_cast<const void*>(at + u64(r) * stride + chunk * 16);
+        cp_async_16(chunk_at<W>(tile, first + r, chunk), from, chunk * 8 < width);
+    }
+}
+
 // The absolute positions [lo, hi) that query token `token` of an item sees within `reach`, a mask aside.
 DEVICE Reach span_of(const Attend& p, const Row& row, const Reach& reach, u32 token) {
     i64 at = i64(row.kv_len) - i64(row.q_len) + i64(token), lo = reach.lo, hi = reach.hi;

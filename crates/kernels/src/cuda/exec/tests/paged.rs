@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use half::bf16;
 
 use super::{DEVICE, put, stream, take};
-use crate::cuda::capture;
+use crate::cuda::{Graph, capture};
 use crate::paged::{
     AttendParams, Geometry, PageTable, ScheduleOptions, Target, Variant, attend, schedule, workspace_bytes,
 };
@@ -122,6 +122,22 @@ impl Bench {
     }
 
     /// `o` and `lse` as bits.
+    /// What a captured run of a plan writes; another is captured where other kernels are launched: for tiles of queries, and for rows
+    /// that nobody joins.
+    fn replayed(
+        &mut self,
+        stream: &Stream,
+        plan: &Plan<Heads>,
+        graphs: &mut HashMap<u64, Graph>,
+    ) -> (Vec<u16>, Vec<u32>) {
+        let graph = graphs
+            .entry(plan.capture_key().unwrap())
+            .or_insert_with(|| capture(stream, || self.run(stream, plan.work())).unwrap());
+        // SAFETY: the bench and the plan's image are there and nobody else uses them.
+        unsafe { graph.launch(stream) }.unwrap();
+        self.bits(stream)
+    }
+
     fn bits(&self, stream: &Stream) -> (Vec<u16>, Vec<u32>) {
         let o = take::<bf16>(stream, &self.o, self.tokens * self.heads * D);
         let lse = take::<f32>(stream, &self.lse, self.tokens * self.heads);
@@ -298,13 +314,7 @@ fn a_captured_run_goes_over_whatever_list_was_staged_last() {
         let arrays = Batch { rows }.arrays();
         plan.replan(&geometry, &variant, &arrays.table(), &options).unwrap();
         plan.stage(&stream).unwrap();
-        // Another run is captured where other kernels are launched: for tiles of queries, and for rows that nobody joins.
-        let graph = graphs
-            .entry(plan.capture_key().unwrap())
-            .or_insert_with(|| capture(&stream, || bench.run(&stream, plan.work())).unwrap());
-        // SAFETY: the bench and the plan's image are there and nobody else uses them.
-        unsafe { graph.launch(&stream) }.unwrap();
-        let captured = bench.bits(&stream);
+        let captured = bench.replayed(&stream, &plan, &mut graphs);
         let mut eager = Bench::new(&stream, 24, G * 2);
         eager.run(&stream, plan.work()).unwrap();
         assert!(captured == eager.bits(&stream), "{:?}", arrays.indptr);
@@ -403,12 +413,7 @@ fn a_throughput_schedule_is_right_and_the_same_every_time() {
             let arrays = arrays(rows);
             plan.replan(&geometry, &variant, &arrays.table(), &options).unwrap();
             plan.stage(&stream).unwrap();
-            let graph = graphs
-                .entry(plan.capture_key().unwrap())
-                .or_insert_with(|| capture(&stream, || bench.run(&stream, plan.work())).unwrap());
-            // SAFETY: the bench and the plan's image are there and nobody else uses them.
-            unsafe { graph.launch(&stream) }.unwrap();
-            let captured = bench.bits(&stream);
+            let captured = bench.replayed(&stream, &plan, &mut graphs);
             let mut anew = Plan::<Heads>::new(&geometry, &variant, &arrays.table(), &options).unwrap();
             assert!(anew.work().items().iter().all(|item| item.leaf_end - item.leaf_begin == 1));
             anew.stage(&stream).unwrap();

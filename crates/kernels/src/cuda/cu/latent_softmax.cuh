@@ -1,0 +1,58 @@
+// Softmax of a warpgroup that has 64 query vectors' scores of a tile: this thread has two rows, columns 2 t and the next of each eight,
+// t = lane % 4.
+#pragma once
+
+#include "latent_unit.cuh"
+
+// This thread's rows of a product: the first, and the one 8 below it.
+DEVICE u32 my_row() { return warp() % 4 * 16 + lane() / 4; }
+
+struct alignas(8) Two {
+    float x, y;
+};
+
+// Scores, times `step` base-2 logits, become weights; `top` and `sum` are of this thread's rows, `sum` of its columns alone, and what was
+// summed before shrinks by `alpha`.
+DEVICE void weigh(float (&scores)[KEYS / 2], float step, float (&top)[2], float (&sum)[2], float (&alpha)[2]) {
+    UNROLL
+    for (u32 r = 0; r < 2; r++) {
+        // A NaN is passed over here, and makes the sum NaN.
+        float most_now = -infinity();
+        UNROLL
+        for (u32 j = 0; j < KEYS / 8; j++)
+            most_now = larger(most_now, larger(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+        most_now = larger(most_now, shfl_xor(most_now, 1));
+        most_now = larger(most_now, shfl_xor(most_now, 2));
+        most_now = larger(top[r], most_now * step);
+        const float reference = most_now == -infinity() ? 0.0f : most_now;
+        alpha[r] = top[r] == -infinity() ? 1.0f : ex2(top[r] - most_now);
+        top[r] = most_now;
+        float now[2] = {0.0f, 0.0f};
+        UNROLL
+        for (u32 j = 0; j < KEYS / 8; j++)
+            UNROLL
+            for (u32 e = 0; e < 2; e++) {
+                float& s = scores[4 * j + 2 * r + e];
+                s = ex2(fused(s, step, -reference));
+                now[e] += s;
+            }
+        sum[r] = sum[r] * alpha[r] + (now[0] + now[1]);
+    }
+}
+// The end of a unit's rows: results are to be times `factor`; of an unfinished state, what its sums stand against is written.
+DEVICE void conclude(const Attend& p, const Unit& unit, const float (&top)[2], float (&sum)[2], float (&factor)[2]) {
+    const u32 t = lane() % 4, row = my_row();
+    UNROLL
+    for (u32 r = 0; r < 2; r++) {
+        sum[r] += shfl_xor(sum[r], 1);
+        sum[r] += shfl_xor(sum[r], 2);
+        const u32 lane_of = unit.first + row + 8 * r;
+        factor[r] = 1.0f;
+        if (lane_of >= unit.output.lanes) continue;
+        if (unit.output.direct()) {
+            factor[r] = finish(p, unit.output, lane_of, top[r], sum[r], t == 0);
+        } else if (t == 0) {
+            *unit.output.m(lane_of) = top[r], *unit.output.l(lane_of) = sum[r];
+        }
+    }
+}
