@@ -41,23 +41,25 @@ constexpr u32 EXCHANGE_AT = WEIGHTS_AT + (REST ? 0 : 2 * WEIGHT_BYTES);
 constexpr u32 FACTORS_AT = EXCHANGE_AT + 2 * WARPS * ROWS * 4;
 constexpr u32 TOLD_FROM = FACTORS_AT + 2 * 2 * ROWS * 4;
 
-// What a block works on: an item's query vectors from `first` on.
+// What a block works on: an item's query vectors from `first` on, which lies where a task has its key head: latents have one.
 struct Work {
     Task task;
-    u32 first, reserved[3];
+
+    u32 first() const { return task.head; }
 };
-// What groups tell each other: marks of tiles; marks of an item and its queries, and the item, two in turn.
+// What groups tell each other: marks of tiles; marks of an item and its queries; what the first hands to the second is there, and may be
+// written over, two in turn; and the item, two in turn. But for tiles every thread arrives: what one lane's arrival says of its warp, a
+// race checker does not follow.
 struct FewTold {
-    Mark full[STAGES], empty[STAGES], queries, queries_read;
+    Mark full[STAGES], empty[STAGES], queries, queries_read, there[2], free[2];
     Work works[2];
 };
 constexpr u32 SHARED_BYTES = TOLD_FROM + sizeof(FewTold);
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
-static_assert(sizeof(Work) == 96 && TOLD_FROM % 16 == 0, "as in exec/latents.rs");
+static_assert(sizeof(Work) == 80 && TOLD_FROM % 16 == 0, "as in exec/latents.rs");
 
-// Named barriers: of the first group; of what it hands to the second, two in turn, and what the second has read. A group that only
-// arrives goes on.
-constexpr u32 TOGETHER = 1, THERE = 2, FREE = 4;
+// The named barrier of the first group.
+constexpr u32 TOGETHER = 1;
 
 // What groups find out of an item.
 struct Share {
@@ -79,7 +81,7 @@ DEVICE Share share_of(const Attend& p, const Work& work) {
     share.lo = task.lo, share.hi = task.hi, share.H = p.H, share.lanes = task.q_count * p.H;
     // Query `i` of a row is at position kv_len - q_len + i.
     share.before = task.first + 1, share.causal = p.flags & CAUSAL;
-    share.to = share.lanes ? share.limit(least(work.first + ROWS, share.lanes) - 1) : task.lo;
+    share.to = share.lanes ? share.limit(least(work.first() + ROWS, share.lanes) - 1) : task.lo;
     return share;
 }
 // Where an item's unfinished state goes; null where it writes the results.
@@ -95,19 +97,20 @@ template <class Each>
 DEVICE void walk_tasks(const Attend& p, Each each) {
     const Task* tasks = tasks_of(p.image);
     // The image has room for a task a block: what is read before it is known whether there is one is of no consequence.
-    Work next;
-    next.task = tasks[block_x()], next.first = 0;
+    Work next{tasks[block_x()]};
+    next.task.head = 0;
     const u32 count = p.image->few, pieces = least((p.image->lanes + ROWS - 1) / ROWS, u32(PIECES));
     // A piece of every item, then those that only items of several tokens have.
     const u32 units = count * pieces;
     u32 at = block_x();
-    if (at >= count && at < units) next.task = tasks[at % count], next.first = at / count * ROWS;
+    auto take = [&]() { next.task = tasks[at % count], next.task.head = at / count * ROWS; };
+    if (at >= count && at < units) take();
     // Past what is not there: pieces that an item does not have, and items of picks that nobody has.
     auto skip = [&]() {
         NO_UNROLL
-        while (at < units && next.first >= next.task.q_count * p.H) {
+        while (at < units && next.first() >= next.task.q_count * p.H) {
             at += grid_x();
-            if (at < units) next.task = tasks[at % count], next.first = at / count * ROWS;
+            if (at < units) take();
         }
     };
     skip();
@@ -115,7 +118,7 @@ DEVICE void walk_tasks(const Attend& p, Each each) {
     while (at < units) {
         const Work work = next;
         at += grid_x();
-        if (at < units) next.task = tasks[at % count], next.first = at / count * ROWS;
+        if (at < units) take();
         each(work, next, [&]() {
             skip();
             return at < units;
@@ -212,7 +215,7 @@ DEVICE void fetch_queries(const Attend& p, u8* to, const Work& work, bool aligne
     const Element *nope[QUERY_TIMES], *pe[QUERY_TIMES];
     UNROLL
     for (u32 i = 0; i < QUERY_TIMES; i++) {
-        const u32 lane_of = work.first + row + i * (ROWS / QUERY_TIMES);
+        const u32 lane_of = work.first() + row + i * (ROWS / QUERY_TIMES);
         nope[i] = pe[i] = nullptr;
         if (lane_of < lanes) {
             const i64 token = i64(work.task.token) + lane_of / p.H, head = lane_of % p.H;
@@ -383,23 +386,11 @@ struct Tree {
 
 // What the first group hands to the second, turn after turn.
 DEVICE float* factors_of(u8* shared, u32 turn) { return reinterpret_cast<float*>(shared + FACTORS_AT) + turn % 2 * 2 * ROWS; }
-DEVICE void hand_over(u32 turn) {
-    if (turn % 2) named_arrive(THERE + 1, 2 * GROUP);
-    else named_arrive(THERE, 2 * GROUP);
-}
-DEVICE void await(u32 turn) {
-    if (turn % 2) named_sync(THERE + 1, 2 * GROUP);
-    else named_sync(THERE, 2 * GROUP);
-}
-DEVICE void give_back(u32 turn) {
-    if (turn % 2) named_arrive(FREE + 1, 2 * GROUP);
-    else named_arrive(FREE, 2 * GROUP);
-}
-DEVICE void await_room(u32 turn) {
-    if (turn < 2) return;
-    if (turn % 2) named_sync(FREE + 1, 2 * GROUP);
-    else named_sync(FREE, 2 * GROUP);
-}
+DEVICE void hand_over(FewTold& told, u32 turn) { mark_arrive(&told.there[turn % 2]); }
+DEVICE void await(FewTold& told, u32 turn) { mark_wait(&told.there[turn % 2], turn / 2 % 2); }
+DEVICE void give_back(FewTold& told, u32 turn) { mark_arrive(&told.free[turn % 2]); }
+// Of the first two turns at once.
+DEVICE void await_room(FewTold& told, u32 turn) { mark_wait(&told.free[turn % 2], turn / 2 % 2 ^ 1); }
 
 // The weights of a tile: where what is behind its values was, which the first product alone reads.
 DEVICE u8* weights_of(u8* shared, u32 rest, u32 turn) {
@@ -435,7 +426,7 @@ DEVICE void store(const Attend& p, const Work& work, const State& state, u32 hal
     output.lanes = lanes, output.width = C, output.state = state_of(p, work.task);
     UNROLL
     for (u32 c = 0; c < MINE; c++) {
-        const u32 lane_of = work.first + my_column(c);
+        const u32 lane_of = work.first() + my_column(c);
         if (lane_of >= lanes) continue;
         if (output.direct()) {
             const u32 token = work.task.token + lane_of / p.H, head = lane_of % p.H;
@@ -539,7 +530,7 @@ DEVICE void first_leaf(const Attend& p, u8* shared, FewTold& told, const Share& 
             upper = ex2(upper - reference), lower = ex2(lower - reference);
             sum[c] = sum[c] * alpha[c] + (upper + lower);
         }
-        await_room(at.turns);
+        await_room(told, at.turns);
         float* factors = factors_of(shared, at.turns);
         if (w == 0 && lane() < 4)
             UNROLL
@@ -555,7 +546,7 @@ DEVICE void first_leaf(const Attend& p, u8* shared, FewTold& told, const Share& 
             stmatrix_x4_trans(weights + row * KEYS * 2 + (piece ^ (row % 8)) * 16, words);
         }
         async_fence();
-        hand_over(at.turns);
+        hand_over(told, at.turns);
         at.turns++;
         state.scale(alpha);
         named_sync(TOGETHER, GROUP);
@@ -566,12 +557,12 @@ DEVICE void first_leaf(const Attend& p, u8* shared, FewTold& told, const Share& 
     if (begin >= end) mark_arrive(&told.queries_read);
     join_rows(sum, exchange + at.said * WARPS * ROWS, [](float a, float b) { return a + b; });
     at.said ^= 1;
-    await_room(at.turns);
+    await_room(told, at.turns);
     float* figures = factors_of(shared, at.turns);
     if (w == 0 && lane() < 4)
         UNROLL
         for (u32 c = 0; c < MINE; c++) figures[my_column(c)] = top[c], figures[ROWS + my_column(c)] = sum[c];
-    hand_over(at.turns);
+    hand_over(told, at.turns);
     at.turns++;
 }
 
@@ -580,7 +571,7 @@ DEVICE void second_leaf(u8* shared, FewTold& told, u32 begin, u32 end, Stand& at
     NO_UNROLL
     for (u32 tile = begin; tile < end; tile++) {
         mark_wait(&told.full[at.turn.slot], at.turn.parity);
-        await(at.turns);
+        await(told, at.turns);
         async_fence();
         const float* factors = factors_of(shared, at.turns);
         float alpha[MINE];
@@ -588,16 +579,16 @@ DEVICE void second_leaf(u8* shared, FewTold& told, u32 begin, u32 end, Stand& at
         for (u32 c = 0; c < MINE; c++) alpha[c] = factors[my_column(c)];
         state.scale(alpha);
         weigh(state, shared + RING_AT + at.turn.slot * VALUE_BYTES, weights_of(shared, at.rest, at.turns), 1);
-        give_back(at.turns);
+        give_back(told, at.turns);
         at.turns++;
         released(&told.empty[at.turn.slot]);
         at.next_tile();
     }
-    await(at.turns);
+    await(told, at.turns);
     const float* figures = factors_of(shared, at.turns);
     UNROLL
     for (u32 c = 0; c < MINE; c++) state.top[c] = figures[my_column(c)], state.sum[c] = figures[ROWS + my_column(c)];
-    give_back(at.turns);
+    give_back(told, at.turns);
     at.turns++;
 }
 
@@ -621,7 +612,7 @@ DEVICE void consume(const Attend& p, u8* shared, FewTold& told, u32 group) {
         for (;;) {
             const u32 leaf = tile * KEYS / leaf_keys, leaf_end = least(end, (leaf + 1) * (leaf_keys / KEYS));
             const bool last = leaf_end >= end;
-            if (group == 0) first_leaf(p, shared, told, share, work.first, tile, leaf_end, last, at, state);
+            if (group == 0) first_leaf(p, shared, told, share, work.first(), tile, leaf_end, last, at, state);
             else second_leaf(shared, told, tile, leaf_end, at, state);
             tree.join(state, leaf, last);
             if (last) break;
@@ -629,11 +620,6 @@ DEVICE void consume(const Attend& p, u8* shared, FewTold& told, u32 group) {
             tile = leaf_end;
         }
         store(p, work, state, group);
-    }
-    // What the second group gave back last is waited for by nobody else.
-    if (group == 0) {
-        await_room(at.turns);
-        await_room(at.turns + 1);
     }
 }
 
@@ -645,6 +631,11 @@ MSTAR_KERNEL(latent_few, Attend, THREADS, 1) {
         for (u32 slot = 0; slot < STAGES; slot++) {
             mark_init(&told.full[slot], GROUP);
             mark_init(&told.empty[slot], 2 * WARPS);
+        }
+        UNROLL
+        for (u32 turn = 0; turn < 2; turn++) {
+            mark_init(&told.there[turn], GROUP);
+            mark_init(&told.free[turn], GROUP);
         }
         mark_init(&told.queries, GROUP + 1);
         mark_init(&told.queries_read, 2 * GROUP);

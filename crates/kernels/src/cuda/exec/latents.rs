@@ -120,7 +120,7 @@ fn hopper_shared(rows: usize, depth: usize, width: usize, stages: usize) -> usiz
     let rests = if stages == 2 { 2 } else { stages - 1 };
     let behind = if rest > 0 { rests * rest } else { 2 * weights };
     let told = 2 * 4 * rows * 4 + 2 * 2 * rows * 4;
-    queries + stages * width * KEYS * 2 + behind + told + (2 * stages + 2) * 8 + 2 * 96
+    queries + stages * width * KEYS * 2 + behind + told + (2 * stages + 6) * 8 + 2 * 80
 }
 
 /// Blocks that can share an item of a kernel.
