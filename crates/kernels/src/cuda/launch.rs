@@ -3,7 +3,7 @@
 use bytemuck::Pod;
 
 use super::Context;
-use super::api::{FunctionAttributes, Handle, Image, Launch};
+use super::api::{Begin, FunctionAttributes, Handle, Image, Launch};
 use crate::{Device, Error, Result, Stream};
 
 /// Loaded code of a device. It stays loaded for as long as the process lives, so that a [`Function`] is always good.
@@ -83,6 +83,40 @@ impl Function {
 /// `P` is laid out as the kernel's one parameter is. What it points to lies on the device, is there until the kernel has run,
 /// and is read and written by others in stream order alone; the kernel keeps inside it.
 pub unsafe fn launch<P: Pod>(function: &Function, stream: &Stream, launch: Launch, params: &P) -> Result<()> {
+    // SAFETY: the caller's.
+    unsafe { put(function, stream, launch, Begin::Behind, params) }
+}
+
+/// As [`launch`], for a kernel that comes right behind another one of the same call: where the device knows how, it is brought to
+/// multiprocessors that have room while that one still runs, and waits there, as every kernel of ours does before anything else
+/// (`MSTAR_KERNEL` in `cu/ptx.cuh`).
+///
+/// # Errors
+/// As [`launch`].
+///
+/// # Safety
+/// As [`launch`]; and what was put into the stream last is a kernel of ours. Another one might have begun early and ended
+/// without waiting for what comes before it, for which this one would not wait either.
+pub(crate) unsafe fn launch_next<P: Pod>(
+    function: &Function,
+    stream: &Stream,
+    launch: Launch,
+    params: &P,
+) -> Result<()> {
+    let begin = if function.context.arch() >= (9, 0) { Begin::Early } else { Begin::Behind };
+    // SAFETY: the caller's; every kernel of ours waits before anything else.
+    unsafe { put(function, stream, launch, begin, params) }
+}
+
+/// # Safety
+/// As [`launch`], or [`launch_next`] for a kernel that begins early.
+unsafe fn put<P: Pod>(
+    function: &Function,
+    stream: &Stream,
+    launch: Launch,
+    begin: Begin,
+    params: &P,
+) -> Result<()> {
     if stream.device() != function.device() {
         return Err(Error::DeviceMismatch {
             tensor: "stream",
@@ -98,7 +132,7 @@ pub unsafe fn launch<P: Pod>(function: &Function, stream: &Stream, launch: Launc
     let (raw, stream) = (function.raw, Handle(stream.as_raw()));
     // SAFETY: the caller's; the parameter is `size_of::<P>()` bytes.
     function.context.put(stream, |api, own| unsafe {
-        api.launch(own, raw, stream, launch, std::ptr::from_ref(params).cast(), size_of::<P>())
+        api.launch(own, raw, stream, launch, begin, std::ptr::from_ref(params).cast(), size_of::<P>())
     })
 }
 

@@ -80,6 +80,16 @@ pub struct Launch {
     pub shared: u32,
 }
 
+/// When a kernel may begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Begin {
+    /// When all that comes before it in the stream has run.
+    Behind,
+    /// Sooner, if it is a kernel that comes right before it: it waits by itself (`after_earlier` in `cu/ptx.cuh`) before it touches
+    /// memory. Where a device does not know that, as [`Begin::Behind`].
+    Early,
+}
+
 /// What the compiler made of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FunctionAttributes {
@@ -266,6 +276,7 @@ pub(crate) trait Api: Send + Sync {
     /// Launches a kernel of one parameter of `bytes` bytes, which are read before the call returns.
     ///
     /// # Safety
+    /// A kernel that begins early waits by itself, as does the one before it if that was to begin early.
     /// `params` is what the kernel takes, and what it points to is there until it has run, touched by nobody else but in
     /// stream order; `stream` is live.
     unsafe fn launch(
@@ -274,6 +285,7 @@ pub(crate) trait Api: Send + Sync {
         function: Handle,
         stream: Handle,
         launch: Launch,
+        begin: Begin,
         params: *const c_void,
         bytes: usize,
     ) -> Called<()>;

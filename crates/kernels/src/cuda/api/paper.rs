@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::{Api, Called, Failed, FunctionAttributes, Handle, Image, Launch, Properties, Way};
+use super::{Api, Begin, Called, Failed, FunctionAttributes, Handle, Image, Launch, Properties, Way};
 
 /// Where addresses begin: past what a process has.
 const FIRST: usize = 1 << 56;
@@ -262,6 +262,7 @@ impl Api for Paper {
         _function: Handle,
         _stream: Handle,
         _launch: Launch,
+        _begin: Begin,
         _params: *const c_void,
         _bytes: usize,
     ) -> Called<()> {

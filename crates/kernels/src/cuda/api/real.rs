@@ -12,7 +12,8 @@ use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use cudarc::driver::sys::CUfunction_attribute_enum as FunctionAttribute;
 
 use super::{
-    Api, Called, Failed, FunctionAttributes, Handle, Image, Launch, OLDEST_DRIVER, Properties, Way, elf,
+    Api, Begin, Called, Failed, FunctionAttributes, Handle, Image, Launch, OLDEST_DRIVER, Properties, Way,
+    elf,
 };
 use crate::cards::NoCuda;
 
@@ -22,6 +23,9 @@ const INVALID_IMAGE: i32 = 200;
 const NOT_READY: i32 = 600;
 /// Bytes of dynamic shared memory that any kernel may have; more has to be asked for.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
+
+/// The first driver that takes a kernel which begins early down into a graph.
+const EARLY_IN_GRAPHS: (u32, u32) = (12, 3);
 
 /// The driver, opened and initialised.
 pub(super) struct Real {
@@ -474,27 +478,31 @@ impl Api for Real {
         function: Handle,
         stream: Handle,
         launch: Launch,
+        begin: Begin,
         params: *const c_void,
         _bytes: usize,
     ) -> Called<()> {
         // The driver copies the parameter at the call, as many bytes as the kernel was compiled for.
         let mut arguments = [params.cast_mut()];
+        let early = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        let value = sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 };
+        let mut attributes = [sys::CUlaunchAttribute { id: early, pad: [0; 4], value }];
         let [x, y, z] = launch.grid;
-        // SAFETY: the caller's; the one argument is read before the call returns.
+        let config = sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: launch.block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared,
+            hStream: stream.0.cast(),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: (begin == Begin::Early && self.version >= EARLY_IN_GRAPHS).into(),
+        };
+        // SAFETY: the caller's; configuration and argument are read before the call returns.
         within(context, || unsafe {
-            call!(cuLaunchKernel(
-                function.0.cast(),
-                x,
-                y,
-                z,
-                launch.block,
-                1,
-                1,
-                launch.shared,
-                stream.0.cast(),
-                arguments.as_mut_ptr(),
-                ptr::null_mut(),
-            ))
+            call!(cuLaunchKernelEx(&config, function.0.cast(), arguments.as_mut_ptr(), ptr::null_mut()))
         })
     }
 

@@ -30,11 +30,26 @@ struct F16 {
 #else
 
 #define DEVICE __device__ __forceinline__
-#define MSTAR_KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS) \
-    extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) NAME(const __grid_constant__ PARAMS p)
+// A kernel is what follows, behind `after_earlier`: whichever it is, it may be launched before those ahead of it have ended.
+#define MSTAR_KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS)                                                              \
+    DEVICE void NAME##__body(const PARAMS& p);                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) NAME(const __grid_constant__ PARAMS p) {       \
+        after_earlier();                                                                                             \
+        NAME##__body(p);                                                                                             \
+    }                                                                                                                \
+    DEVICE void NAME##__body(const PARAMS& p)
 #define SHARED(NAME) extern __shared__ __align__(1024) u8 NAME[]
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1")
+
+// Waits until the kernels ahead in the stream have ended and what they wrote is seen; then the one behind may be brought to
+// multiprocessors that have room, where it waits here. Nothing where a kernel that is launched early is not known.
+DEVICE void after_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 // ---- threads ----
 DEVICE u32 thread_x() { return threadIdx.x; }

@@ -5,6 +5,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::cpu::paged::Call;
 use crate::cuda::jit::{self, Key};
+use crate::cuda::launch::launch_next;
 use crate::cuda::{Context, Function, Launch, launch};
 use crate::paged::{Stored, Target, cut_tokens};
 use crate::staged::Staged;
@@ -118,18 +119,21 @@ impl Ready {
         })
     }
 
-    fn launch(&self, stream: &Stream, params: &Attend) -> Result<()> {
-        self.launch_blocks(stream, params, self.blocks)
-    }
-
-    fn launch_blocks(&self, stream: &Stream, params: &Attend, blocks: u32) -> Result<()> {
+    /// Launches so many blocks; `next` of a call's earlier kernels, of which it says then that there is one.
+    fn launch(&self, stream: &Stream, params: &Attend, blocks: u32, next: &mut bool) -> Result<()> {
         if blocks == 0 {
             return Ok(());
         }
         let how = Launch { grid: [blocks, 1, 1], block: self.threads, shared: self.shared };
+        let params = Attend { walk: self.walk, ..*params };
         // SAFETY: the kernel takes an `Attend`, whose addresses `attend` checked: tensors of the list's shapes on this device, an
         // image that is in range because the list is, and a workspace with room for its states.
-        unsafe { launch(&self.function, stream, how, &Attend { walk: self.walk, ..*params }) }
+        unsafe {
+            match std::mem::replace(next, true) {
+                true => launch_next(&self.function, stream, how, &params),
+                false => launch(&self.function, stream, how, &params),
+            }
+        }
     }
 }
 
@@ -365,12 +369,13 @@ pub(crate) fn attend(
     if on.few.as_ref().is_some_and(|few| heads::takes_tasks(&few.key)) {
         params.tickets = on.tickets.of(params.partials);
     }
+    let mut next = false;
     for ready in [&on.few, &on.many].into_iter().flatten() {
-        ready.launch(stream, &params)?;
+        ready.launch(stream, &params, ready.blocks, &mut next)?;
     }
     match &on.merge {
-        Some(merge) if params.tickets != 0 => merge.launch_blocks(stream, &params, on.open_blocks),
-        Some(merge) => merge.launch(stream, &params),
+        Some(merge) if params.tickets != 0 => merge.launch(stream, &params, on.open_blocks, &mut next),
+        Some(merge) => merge.launch(stream, &params, merge.blocks, &mut next),
         None => Ok(()),
     }
 }

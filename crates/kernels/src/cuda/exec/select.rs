@@ -4,6 +4,7 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::cpu::dsa::Call;
 use crate::cuda::jit::{self, Key, Unit};
+use crate::cuda::launch::launch_next;
 use crate::cuda::{Context, Launch, launch};
 use crate::dsa::{DeviceTable, KeyFormat};
 use crate::{DType, Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
@@ -353,8 +354,8 @@ pub(crate) fn select(
         let end = rows.min(first + panel);
         let states = (start, (end - first) * STATE);
         score(stream, call, table, first..end, (scores, cut.scores), 0, states)?;
-        let of =
-            Given { scores: (scores, cut.scores), width: cut.scores, lists: scores, states: start, lengths };
+        let scores = (scores, cut.scores);
+        let of = Given { scores, width: cut.scores, lists: scores.0, states: start, lengths, next: true };
         pick(stream, table, first..end, &cut, of, selection)?;
     }
     Ok(())
@@ -371,6 +372,8 @@ struct Given {
     /// Zeros.
     states: u64,
     lengths: u64,
+    /// Whether what made the scores was put in right before.
+    next: bool,
 }
 
 /// Puts the pick of rows `rows` of a selection into the stream.
@@ -402,13 +405,20 @@ fn pick(
         reserved: 0,
     };
     let units = rows.len().saturating_mul(cut.segments);
-    for (function, shared, each) in [(count?, COUNT_SHARED, 4), (pick?, PICK_SHARED, 2)] {
-        let how = Launch { grid: [units.min(each * sms) as u32, 1, 1], block: TOPK_THREADS, shared };
-        // SAFETY: the kernel takes a `Topk`; the panel's states, lists and lengths lie in the workspace as it was cut, its scores
-        // there or in a tensor of as many rows; `selection` is `[T, K]` i32 on this device, both were checked.
-        unsafe { launch(&function, stream, how, &params) }?;
+    let how = |shared: u32, each: usize| {
+        let grid = [units.min(each * sms) as u32, 1, 1];
+        Launch { grid, block: TOPK_THREADS, shared }
+    };
+    let (count, how_count) = (count?, how(COUNT_SHARED, 4));
+    // SAFETY: the kernels take a `Topk`; the panel's states, lists and lengths lie in the workspace as it was cut, its scores
+    // there or in a tensor of as many rows; `selection` is `[T, K]` i32 on this device, both were checked.
+    unsafe {
+        match of.next {
+            true => launch_next(&count, stream, how_count, &params),
+            false => launch(&count, stream, how_count, &params),
+        }?;
+        launch_next(&pick?, stream, how(PICK_SHARED, 2), &params)
     }
-    Ok(())
 }
 
 /// Bytes that [`topk`] needs for up to so many rows over up to so many scores.
@@ -447,7 +457,8 @@ pub(crate) fn topk(
     let states = (workspace.as_mut_ptr() as usize + skipped) as u64;
     let lists = states + (rows * STATE * 4) as u64;
     let lengths = lists + (rows * cut.scores * 4) as u64;
-    let of = Given { scores: (scores.as_ptr() as u64, stride), width: keys, lists, states, lengths };
+    let of =
+        Given { scores: (scores.as_ptr() as u64, stride), width: keys, lists, states, lengths, next: false };
     pick(stream, table, 0..rows, &cut, of, selection)
 }
 

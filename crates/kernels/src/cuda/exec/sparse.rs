@@ -1,9 +1,12 @@
 //! Attention over picks on a device.
 
+use std::cell::Cell;
+
 use bytemuck::{Pod, Zeroable};
 
 use crate::cpu::paged::{Out, state_len};
 use crate::cuda::jit::{self, Key, Unit};
+use crate::cuda::launch::launch_next;
 use crate::cuda::{Context, Function, Launch, launch};
 use crate::dsa::{DeviceTable, FEW_QUERIES};
 use crate::mla::Geometry;
@@ -323,11 +326,18 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
         image: 0,
     };
     let sms = context.sm_count() as usize;
+    // Whether a kernel of this call was put in.
+    let next = Cell::new(false);
     let put = |function: &Function, params: &Sparse, units: usize, most: usize, block: u32, shared: u32| {
         let how = Launch { grid: [units.min(most * sms) as u32, 1, 1], block, shared };
         // SAFETY: the kernel takes a `Sparse`; the call was checked: tensors of these shapes on this device, a table whose requests'
         // positions lie in the pages, picks that are looked up only where they were stored, a workspace cut by `Sizes`.
-        unsafe { launch(function, stream, how, params) }
+        unsafe {
+            match next.replace(true) {
+                true => launch_next(function, stream, how, params),
+                false => launch(function, stream, how, params),
+            }
+        }
     };
     let order = entry("picks_order")?;
     let slices = |width: usize| c.div_ceil(width) * geometry.num_qo_heads;
@@ -378,7 +388,7 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
             let how = Launch { grid, block: choice.threads, shared: choice.shared };
             // SAFETY: the kernel takes an `Attend`; the kernel before it wrote the list, of rows of this call, pages that are slots
             // of its latents, and states in its workspace.
-            unsafe { launch(&attend, stream, how, &list) }?;
+            unsafe { launch_next(&attend, stream, how, &list) }?;
         } else {
             put(&attend, &params, units, each, choice.threads, choice.shared)?;
         }

@@ -218,6 +218,27 @@ mod tests {
         }
     }
 
+    /// Kernels that others may begin before they end, and that may begin early themselves: `launch_next` takes it for granted.
+    #[test]
+    fn every_kernel_waits_for_earlier_ones_before_anything_else() {
+        let units = Unit::ALL.iter().map(|unit| (unit.name(), unit.text()));
+        for (name, text) in HEADERS.iter().copied().chain(units).filter(|(name, _)| !is_emulated(name)) {
+            let made = text.matches("__global__").count();
+            assert_eq!(
+                made,
+                usize::from(name == "ptx.cuh"),
+                "{name} has a kernel that MSTAR_KERNEL did not make"
+            );
+        }
+        let (_, text) = HEADERS.iter().find(|(name, _)| *name == "ptx.cuh").unwrap();
+        let rest = text.split("__global__").nth(1).unwrap();
+        let first = rest.split_once('{').unwrap().1.trim_start_matches([' ', '\\', '\n']);
+        assert!(first.starts_with("after_earlier();"), "what a kernel does first: {first:.40}");
+        let word = text.split("void after_earlier()").nth(1).unwrap();
+        let waits = word.find("griddepcontrol.wait;").unwrap();
+        assert!(waits < word.find("griddepcontrol.launch_dependents;").unwrap());
+    }
+
     #[test]
     fn includes_are_read_in_every_spelling() {
         let text =

@@ -22,7 +22,7 @@ use libloading::Library;
 use self::queue::{Item, Next, Numbers};
 use self::state::{Capture, EventState, State, pass};
 use self::work::{Entry, Kernel, Work};
-use super::{Api, Called, Failed, FunctionAttributes, Handle, Image, Launch, Properties, Way};
+use super::{Api, Begin, Called, Failed, FunctionAttributes, Handle, Image, Launch, Properties, Way};
 
 const INVALID_VALUE: i32 = 1;
 const INVALID_IMAGE: i32 = 200;
@@ -516,6 +516,7 @@ impl Api for Emulated {
         function: Handle,
         stream: Handle,
         launch: Launch,
+        _begin: Begin,
         params: *const c_void,
         bytes: usize,
     ) -> Called<()> {
