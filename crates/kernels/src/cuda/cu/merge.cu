@@ -33,16 +33,15 @@ DEVICE void merge_all(const Attend& p, u32 merges, u32 pieces) {
             const u32 lane_of = unit / slices, column = unit % slices * WARP_COLUMNS<ACROSS> + lane_column<ACROSS>();
             Node node{-infinity(), 0.0f, Floats{0.0f, 0.0f, 0.0f, 0.0f}};
             if (merge.part_count) {
+                const u32 there = column < p.Dv ? column : 0;
                 node = join_tree<ACROSS>(first, merge.part_count, [&](u32 i) {
                     Output state = out;
                     state.state = p.partials + parts[i].partial + head_at;
-                    // A state is padded to whole lines, which are multiples of four floats.
-                    const Floats none{0.0f, 0.0f, 0.0f, 0.0f};
-                    return Node{*state.m(lane_of), *state.l(lane_of), column < p.Dv ? floats_at(state.acc(lane_of) + column) : none};
+                    return Spot{state.m(lane_of), state.l(lane_of), state.acc(lane_of) + there};
                 });
             }
             const float factor = finish(p, out, lane_of, node.m, node.l, lane() == 0 && unit % slices == 0);
-            if (lane_node<ACROSS>() != 0) continue;
+            if (lane_run<ACROSS>() != 0) continue;
             Result* to = output_row<Result>(p, out, lane_of) + column;
             const float values[4] = {node.acc.x, node.acc.y, node.acc.z, node.acc.w};
             UNROLL for (u32 i = 0; i < 4; i++) {

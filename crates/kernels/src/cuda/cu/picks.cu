@@ -202,14 +202,14 @@ DEVICE void merge_rows(const Sparse& p, u64 rows) {
         if (count <= span) continue;
         const u32 column = slice * WARP_COLUMNS<ACROSS> + lane_column<ACROSS>();
         const float* first = p.partials + u64(before) * p.leaves * state_len(p.H, p.C);
+        const u32 there = column < p.C ? column : 0;
         const Node node = join_tree<ACROSS>(0, (count + span - 1) / span, [&](u32 item) {
             const float* state = first + u64(item) * state_len(p.H, p.C);
-            Node one{state[head], state[state_lanes(p.H) + head], Floats{0.0f, 0.0f, 0.0f, 0.0f}};
-            if (column < p.C) one.acc = floats_at(state + 2 * state_lanes(p.H) + u64(head) * state_width(p.C) + column);
-            return one;
+            return Spot{state + head, state + state_lanes(p.H) + head,
+                        state + 2 * state_lanes(p.H) + u64(head) * state_width(p.C) + there};
         });
         const float factor = finish(p, row, head, node.m, node.l, slice == 0 && lane() == 0);
-        if (lane_node<ACROSS>() != 0) continue;
+        if (lane_run<ACROSS>() != 0) continue;
         Query* o = reinterpret_cast<Query*>(p.o) + i64(row) * p.o_token + i64(head) * p.o_head + column;
         const float acc[4] = {node.acc.x, node.acc.y, node.acc.z, node.acc.w};
         UNROLL
