@@ -165,6 +165,8 @@ pub fn call_host(stream: &Stream, call: impl FnOnce() + Send + 'static) -> Resul
 pub enum Moving {
     /// Tokens into slots, by an array on the device.
     Scatter,
+    /// Two sides of tokens into slots, by an array on the device.
+    ScatterBoth,
     /// Tokens into slots, by a slice of the host's.
     ScatterListed,
     /// Pages to pages.

@@ -7,7 +7,7 @@
 
 use std::ptr::NonNull;
 
-use mstar_kernels::cpu::scatter::scatter_at;
+use mstar_kernels::cpu::scatter::{scatter_at, scatter_both_at};
 use mstar_kernels::cuda::{Event, Moving, OwnedStream, prepare_moves};
 use mstar_kernels::fp8::{prepare_store, store_heads, store_latents};
 use mstar_kernels::mutant::planted;
@@ -107,7 +107,7 @@ impl KvMemory {
         config.check()?;
         let device = stream.device();
         // A step moves entries without compiling anything.
-        prepare_moves(device, &[Moving::Scatter], &runs(config))?;
+        prepare_moves(device, &[Moving::Scatter, Moving::ScatterBoth], &runs(config))?;
         if config.dtype == DType::E4m3 {
             prepare_store(device, matches!(config.layout, KvLayout::Mla { .. }))?;
         }
@@ -293,8 +293,7 @@ impl KvMemory {
                     let k = self.view_mut(plane, layer, 0, &[p, s, g, d])?;
                     (k, self.view_mut(plane, layer, s * g * d, &[p, s, g, d])?)
                 };
-                scatter_at(stream, slots, k, to_k)?;
-                Ok(scatter_at(stream, slots, v, to_v)?)
+                Ok(scatter_both_at(stream, slots, [(k, to_k), (v, to_v)])?)
             }
             (KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e }, KvEntries::Mla { ckv, kpe }) => {
                 ckv.expect("ckv", "[T, C]", &[Some(t), Some(c)], dtype, self.device())?;
@@ -305,8 +304,10 @@ impl KvMemory {
                     let ckv = self.view_mut(plane, layer, 0, &whole)?.narrow(2, 0, c)?;
                     (ckv, self.view_mut(plane, layer, 0, &whole)?.narrow(2, c, e)?)
                 };
-                scatter_at(stream, slots, ckv, to_ckv)?;
-                if e == 0 { Ok(()) } else { Ok(scatter_at(stream, slots, kpe, to_kpe)?) }
+                match e {
+                    0 => Ok(scatter_at(stream, slots, ckv, to_ckv)?),
+                    _ => Ok(scatter_both_at(stream, slots, [(ckv, to_ckv), (kpe, to_kpe)])?),
+                }
             }
             (_, entries) => Err(self.other_layout(&entries)),
         }

@@ -9,6 +9,7 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::cpu::tokens::Tokens;
 use crate::cuda::jit::{self, Key, Unit};
+use crate::cuda::launch::launch_next;
 use crate::cuda::{Context, Launch, launch};
 use crate::{Device, Result, Stream};
 
@@ -17,6 +18,7 @@ const THREADS: u32 = WARPS as u32 * 32;
 /// Numbers that a launch brings along.
 const LISTED: usize = 480;
 const COPY: &str = "copy_list";
+const BOTH: &str = "scatter_both";
 
 /// As in `cu/move.cu`; distances in bytes.
 #[repr(C)]
@@ -47,12 +49,20 @@ struct Move {
 /// As in `cu/move.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
+struct Both {
+    of: [Move; 2],
+}
+
+/// As in `cu/move.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
 struct Listed {
     of: Move,
     list: [[i64; 32]; LISTED / 32],
 }
 
-const _: () = assert!(size_of::<Move>() == 112 && size_of::<Listed>() == 112 + 8 * LISTED);
+const _: () =
+    assert!(size_of::<Move>() == 112 && size_of::<Both>() == 224 && size_of::<Listed>() == 112 + 8 * LISTED);
 
 /// Entries on their way between two arrays of a device, checked by the caller: equal entries, both arrays on the stream's
 /// device and apart from each other.
@@ -67,6 +77,8 @@ pub(crate) struct Moves<'a> {
 pub enum Moving {
     /// Tokens into slots, by an array on the device.
     Scatter,
+    /// Two sides of tokens into slots, by an array on the device.
+    ScatterBoth,
     /// Tokens into slots, by a slice of the host's.
     ScatterListed,
     /// Pages to pages.
@@ -79,6 +91,7 @@ impl Moving {
     fn entry(self) -> &'static str {
         match self {
             Moving::Scatter => "scatter_at",
+            Moving::ScatterBoth => BOTH,
             Moving::ScatterListed => "scatter_list",
             Moving::Copy => COPY,
             Moving::Unpage => "unpage_list",
@@ -158,14 +171,28 @@ impl Moves<'_> {
         (of, unit_of(all))
     }
 
-    fn go<P: Pod>(&self, entry: &'static str, unit: usize, entries: usize, params: &P) -> Result<()> {
+    /// A warp for each of `entries`; `next`: behind an earlier launch of the same call.
+    fn go<P: Pod>(
+        &self,
+        entry: &'static str,
+        unit: usize,
+        entries: usize,
+        params: &P,
+        next: bool,
+    ) -> Result<()> {
         let device = self.stream.device();
         let function = jit::function(device, &key(entry, unit))?;
         let most = 16 * Context::of(device)?.sm_count() as usize;
         let blocks = entries.div_ceil(WARPS).clamp(1, most) as u32;
         let how = Launch { grid: [blocks, 1, 1], block: THREADS, shared: 0 };
-        // SAFETY: the caller checked both arrays and that they are on this device; kernels skip indices out of range.
-        unsafe { launch(&function, self.stream, how, params) }
+        // SAFETY: the caller checked both arrays and that they are on this device; kernels skip indices out of range. What is next
+        // comes behind another launch of this call.
+        unsafe {
+            match next {
+                true => launch_next(&function, self.stream, how, params),
+                false => launch(&function, self.stream, how, params),
+            }
+        }
     }
 
     /// Moves `entries` entries by an index array on the device, `i64` (of pages: `i32`).
@@ -178,7 +205,31 @@ impl Moves<'_> {
             return Ok(());
         }
         let of = Move { indices: indices as u64, entries: entries as u64, ..path.fill(of) };
-        self.go(path.entry(true), unit, entries, &of)
+        self.go(path.entry(true), unit, entries, &of, false)
+    }
+
+    /// Moves entries of `both` into pages by one index array on the device, `i64`, at once.
+    ///
+    /// # Errors
+    /// As [`Moves::by_array`].
+    pub(crate) fn both_by_array(
+        both: [Moves<'_>; 2],
+        path: [Path; 2],
+        indices: *const u8,
+        entries: usize,
+    ) -> Result<()> {
+        let described = [both[0].describe(), both[1].describe()];
+        let empty = |of: &Move| of.chunk_bytes == 0 || of.chunks == 0;
+        if entries == 0 || described.iter().any(|(of, _)| empty(of)) {
+            return both.iter().zip(path).try_for_each(|(side, path)| side.by_array(path, indices, entries));
+        }
+        let of = [0, 1].map(|side| Move {
+            indices: indices as u64,
+            entries: entries as u64,
+            ..path[side].fill(described[side].0)
+        });
+        let unit = described[0].1.min(described[1].1);
+        both[0].go(BOTH, unit, 2 * entries, &Both { of }, false)
     }
 
     /// Moves `entries` entries by a slice of the host's: one number an entry; of pages, as many as there are.
@@ -207,7 +258,7 @@ impl Moves<'_> {
                 *to = index(number);
             }
             (params.of.begin, params.of.entries) = (begin as u32, (until - begin) as u64);
-            self.go(path.entry(false), unit, until - begin, &params)?;
+            self.go(path.entry(false), unit, until - begin, &params, begin > 0)?;
             begin = until;
         }
         Ok(())
@@ -223,7 +274,7 @@ impl Moves<'_> {
             return Ok(());
         }
         of.page_size = page_size as u32;
-        let mut copies = copies.peekable();
+        let (mut copies, mut next) = (copies.peekable(), false);
         while copies.peek().is_some() {
             let mut params = Listed { of, list: [[0; 32]; LISTED / 32] };
             let mut count = 0;
@@ -232,7 +283,8 @@ impl Moves<'_> {
                 count += 1;
             }
             params.of.entries = count as u64;
-            self.go(COPY, unit, count * page_size, &params)?;
+            self.go(COPY, unit, count * page_size, &params, next)?;
+            next = true;
         }
         Ok(())
     }

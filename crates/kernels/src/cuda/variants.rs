@@ -235,6 +235,7 @@ fn moves() -> Vec<Key> {
     {
         keys.extend(units.next().map(|unit| Key::new(Unit::MOVE, entry).with("UNIT", unit)));
     }
+    keys.push(Key::new(Unit::MOVE, "scatter_both").with("UNIT", 16));
     keys
 }
 

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use mstar_kernels::cpu::scatter::scatter_at;
+use mstar_kernels::cpu::scatter::{scatter_at, scatter_both_at};
 use mstar_kernels::cuda::{Graph, capture};
 use mstar_kernels::paged::PageTable;
 #[cfg(feature = "paged")]
@@ -288,14 +288,21 @@ impl Steps {
         })?)
     }
 
-    /// One of a layer's pools is given the step's entries.
-    fn write(&mut self, layer: usize, pool: usize) -> anyhow::Result<()> {
+    /// A layer's pools are given the step's entries.
+    fn write(&mut self, layer: usize) -> anyhow::Result<()> {
         let Rows { stored, bucket, .. } = self.rows;
-        let shape = stored.entries()[pool];
-        let entries = self.entries[pool].tensor(0, DTYPE, &[&[bucket][..], shape].concat())?;
-        let pages = [&[self.kv_indices.len(), stored.page()][..], shape].concat();
-        let to = self.layers[layer][pool].tensor_mut(0, DTYPE, &pages)?;
-        Ok(scatter_at(&self.stream, self.slots.tensor(DType::I64, &[bucket])?, entries, to)?)
+        let slots = self.slots.tensor(DType::I64, &[bucket])?;
+        let sides = stored.entries().iter().zip(&self.entries).zip(&mut self.layers[layer]);
+        let mut sides = sides.map(|((shape, entries), pool)| -> anyhow::Result<_> {
+            let pages = [&[self.kv_indices.len(), stored.page()][..], shape].concat();
+            let entries = entries.tensor(0, DTYPE, &[&[bucket][..], shape].concat())?;
+            Ok((entries, pool.tensor_mut(0, DTYPE, &pages)?))
+        });
+        let first = sides.next().expect("a slot holds something")?;
+        match sides.next() {
+            Some(second) => Ok(scatter_both_at(&self.stream, slots, [first, second?])?),
+            None => Ok(scatter_at(&self.stream, slots, first.0, first.1)?),
+        }
     }
 
     fn attend(&mut self, layer: usize) -> anyhow::Result<()> {
@@ -347,9 +354,7 @@ impl Steps {
     /// Every layer, as it is captured.
     fn forward(&mut self) -> anyhow::Result<()> {
         for layer in 0..LAYERS {
-            for pool in 0..self.rows.stored.entries().len() {
-                self.write(layer, pool)?;
-            }
+            self.write(layer)?;
             self.attend(layer)?;
         }
         Ok(())
@@ -398,12 +403,11 @@ fn step(rows: Rows) -> Case {
             let steps = steps.clone();
             Alone { times, work: Box::new(move || part(&mut steps.borrow_mut())) }
         };
-        let mut parts =
-            vec![part(1, Box::new(Steps::stage)), part(LAYERS, Box::new(|steps| steps.attend(0)))];
-        parts.extend(
-            (0..rows.stored.entries().len())
-                .map(|pool| part(LAYERS, Box::new(move |steps| steps.write(0, pool)))),
-        );
+        let parts = vec![
+            part(1, Box::new(Steps::stage)),
+            part(LAYERS, Box::new(|steps| steps.attend(0))),
+            part(LAYERS, Box::new(|steps| steps.write(0))),
+        ];
         let exact = match rows.live < rows.bucket {
             true => Some(replayed(&made(Rows { bucket: rows.live, ..rows })?)?.0),
             false => None,

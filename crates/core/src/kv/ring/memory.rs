@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use mstar_kernels::cpu::scatter::{scatter, scatter_at};
+use mstar_kernels::cpu::scatter::{scatter, scatter_both_at};
 use mstar_kernels::cuda::{Moving, prepare_moves};
 use mstar_kernels::mutant::planted;
 use mstar_kernels::{
@@ -51,7 +51,7 @@ impl RingMemory {
         // A pass moves frames without compiling anything.
         let runs = [config.head_dim, config.head_dim_vo].map(|width| width * config.dtype.size());
         let heads = runs.map(|run| run * config.num_kv_heads);
-        prepare_moves(device, &[Moving::Scatter, Moving::ScatterListed], &[runs, heads].concat())?;
+        prepare_moves(device, &[Moving::ScatterBoth, Moving::ScatterListed], &[runs, heads].concat())?;
         let layers = config.layers.iter().map(|&geometry| {
             let (tokens, heads) = (config.layer_tokens(&geometry), config.num_kv_heads);
             let buffer = |width| {
@@ -150,12 +150,12 @@ impl RingMemory {
     ) -> Result<()> {
         let layer = self.find(layer)?;
         let frames = self.config.num_worlds * layer.geometry.frames();
-        for (part, entries) in [(Part::Keys, k), (Part::Values, v)] {
-            // SAFETY: what is written are scratches, which are the caller's alone.
-            let to = unsafe { self.frames_mut(layer, part, 0, 0..frames)? };
-            scatter_at(stream, places, entries, to)?;
-        }
-        Ok(())
+        // SAFETY: what is written are scratches, which are the caller's alone; keys and values lie apart.
+        let (to_k, to_v) = unsafe {
+            let to_k = self.frames_mut(layer, Part::Keys, 0, 0..frames)?;
+            (to_k, self.frames_mut(layer, Part::Values, 0, 0..frames)?)
+        };
+        Ok(scatter_both_at(stream, places, [(k, to_k), (v, to_v)])?)
     }
 
     /// Copies a world's scratch to the slot that frame `frame_pos` takes, in every layer that keeps it. Nobody else

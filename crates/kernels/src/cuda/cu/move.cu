@@ -30,12 +30,15 @@ struct Move {
     u64 first;    // of a gather from pages: the offset of token 0
     u32 page_size, chunks, chunk_bytes, begin;  // begin: the entry that list[0] is for
 };
+struct Both {
+    Move of[2];  // by the same indices
+};
 constexpr u32 LISTED = 480;
 struct Listed {
     Move move;
     i64 list[LISTED];
 };
-static_assert(sizeof(Move) == 112 && sizeof(Listed) == 112 + 8 * LISTED, "as in exec/moves.rs");
+static_assert(sizeof(Move) == 112 && sizeof(Both) == 224 && sizeof(Listed) == 112 + 8 * LISTED, "as in moves.rs");
 
 // One warp moves an entry; zeros if there is no `from`.
 DEVICE void move_entry(const Move& move, u64 from, u64 to) {
@@ -48,14 +51,41 @@ DEVICE void move_entry(const Move& move, u64 from, u64 to) {
     }
 }
 DEVICE u64 slot_of(const Array& array, u64 slot, u32 page_size) {
-    return array.at + u64(i64(slot / page_size) * array.outer + i64(slot % page_size) * array.inner);
+    const u64 page = slot / page_size;
+    return array.at + u64(i64(page) * array.outer + i64(slot - page * page_size) * array.inner);
 }
 DEVICE u64 entry_of(const Array& array, u64 entry) { return array.at + u64(i64(entry) * array.outer); }
 
-// Entry e of `from` goes to slot index[e] of the pages `to`; -1: nowhere.
+// A piece, asked for here and no later.
+#if UNIT == 16
+DEVICE Piece piece_here(const Piece* from) { return load16_fresh(from); }
+#else
+DEVICE Piece piece_here(const Piece* from) { return *from; }
+#endif
+
+// Entry e of `from` goes to slot index[e] of the pages `to`; -1: nowhere. What goes there, where it lies in a row, is on its way before
+// it is known where to.
 DEVICE void scatter_one(const Move& move, u64 entry, i64 slot) {
-    if (slot < 0 || u64(slot) >= move.limit) return;
-    move_entry(move, entry_of(move.from, entry), slot_of(move.to, u64(slot), move.page_size));
+    constexpr u32 AT_ONCE = 4;
+    const u64 from = entry_of(move.from, entry);
+    const auto is_there = [&] { return slot >= 0 && u64(slot) < move.limit; };
+    if (move.chunks != 1) {
+        if (is_there()) move_entry(move, from, slot_of(move.to, u64(slot), move.page_size));
+        return;
+    }
+    const u32 all = move.chunk_bytes / UNIT;
+    NO_UNROLL
+    for (u32 first = lane(); first < all; first += 32 * AT_ONCE) {
+        Piece pieces[AT_ONCE];
+        UNROLL
+        for (u32 i = 0; i < AT_ONCE; i++)
+            if (first + 32 * i < all) pieces[i] = piece_here(reinterpret_cast<const Piece*>(from) + first + 32 * i);
+        if (!is_there()) return;
+        Piece* to = reinterpret_cast<Piece*>(slot_of(move.to, u64(slot), move.page_size)) + first;
+        UNROLL
+        for (u32 i = 0; i < AT_ONCE; i++)
+            if (first + 32 * i < all) to[32 * i] = pieces[i];
+    }
 }
 // Row index[e] of `from` becomes row e of `to`; negative: zeros.
 DEVICE void gather_one(const Move& move, u64 entry, i64 row) {
@@ -74,6 +104,14 @@ DEVICE void unpage_one(const Move& move, u64 entry, i64 page) {
 
 MSTAR_KERNEL(scatter_at, Move, 256, 4) {
     MSTAR_EACH(entry, p.entries) scatter_one(p, entry, reinterpret_cast<const i64*>(p.indices)[entry]);
+}
+// Two sides of each token, keys and values or the parts of a latent, a warp each.
+MSTAR_KERNEL(scatter_both, Both, 256, 4) {
+    MSTAR_EACH(at, 2 * p.of[0].entries) {
+        const u32 side = at >= p.of[0].entries;
+        const u64 entry = side ? at - p.of[0].entries : at;
+        scatter_one(p.of[side], entry, reinterpret_cast<const i64*>(p.of[0].indices)[entry]);
+    }
 }
 MSTAR_KERNEL(scatter_list, Listed, 256, 4) {
     MSTAR_EACH(entry, p.move.entries) scatter_one(p.move, p.move.begin + entry, p.list[entry]);

@@ -43,7 +43,7 @@ mod moves {
     use super::*;
     use crate::cpu::copy::{PageCopy, copy_pages};
     use crate::cpu::gather::{gather_pages, gather_pages_at, gather_rows, gather_rows_at};
-    use crate::cpu::scatter::{scatter, scatter_at};
+    use crate::cpu::scatter::{scatter, scatter_at, scatter_both_at};
     use crate::lse::{Merged, Partial, merge_all_natural, merge_all_natural_at, merge_natural_in_place_at};
     use crate::synth::{Exact, Kind, chain, fill, fill_at};
 
@@ -93,6 +93,54 @@ mod moves {
                     want,
                     "{heads} {width} {gap} {by_array}"
                 );
+            }
+        }
+    }
+
+    #[test]
+    fn f14_both_sides_of_tokens_go_to_their_slots_at_once_as_one_by_one() {
+        let Some(owned) = stream() else { return };
+        let stream = owned.stream();
+        let (pages, size, tokens) = (5, 4, 300);
+        // Widths in 16s, 4s and single bytes; the wider side reaches over several rounds of a warp's lanes.
+        for (wide, narrow) in [(2 << 10, 128), (640, 12), (1100, 7), (0, 16), (3, 0)] {
+            let slots: Vec<i64> = (0..tokens as i64)
+                .map(|t| if t % 17 == 3 { t / 17 } else { [-1, 20, -5][t as usize % 3] })
+                .collect();
+            let at = put(&stream, &slots, &[tokens]);
+            let of = |width: usize, from: usize| -> Vec<u8> {
+                (0..tokens * width).map(|i| (i * 7 + from) as u8).collect()
+            };
+            let sides = [(wide, of(wide, 1)), (narrow, of(narrow, 2))];
+            let given = sides.each_ref().map(|(width, entries)| put(&stream, entries, &[tokens, *width]));
+            let [one_by_one, at_once] = [false, true].map(|at_once| {
+                let mut pools = sides.each_ref().map(|(width, _)| {
+                    let all = pages * size * width;
+                    (put(&stream, &vec![9u8; all], &[all]), *width)
+                });
+                let at = || at.tensor(0, i64::DTYPE, &[tokens]).unwrap();
+                let [first, second] = &mut pools;
+                let [first, second] =
+                    [(first, &given[0]), (second, &given[1])].map(|((pool, width), given)| {
+                        let entries = given.tensor(0, u8::DTYPE, &[tokens, *width]).unwrap();
+                        (entries, pool.tensor_mut(0, u8::DTYPE, &[pages, size, *width]).unwrap())
+                    });
+                if at_once {
+                    scatter_both_at(&stream, at(), [first, second]).unwrap();
+                } else {
+                    scatter_at(&stream, at(), first.0, first.1).unwrap();
+                    scatter_at(&stream, at(), second.0, second.1).unwrap();
+                }
+                pools.map(|(pool, width)| take::<u8>(&stream, &pool, pages * size * width))
+            });
+            assert!(one_by_one == at_once, "{wide} {narrow}");
+            for (of, (width, entries)) in at_once.iter().zip(&sides) {
+                let mut want = vec![9u8; of.len()];
+                for (token, &slot) in slots.iter().enumerate().filter(|(_, slot)| (0..20).contains(*slot)) {
+                    let (to, from) = (slot as usize * width, token * width);
+                    want[to..to + width].copy_from_slice(&entries[from..from + width]);
+                }
+                assert!(*of == want, "{width}");
             }
         }
     }

@@ -5,7 +5,7 @@
 
 use crate::cpu::copy::{PageCopy, copy_pages};
 use crate::cpu::gather::{gather_pages, gather_pages_at, gather_rows, gather_rows_at};
-use crate::cpu::scatter::{scatter, scatter_at};
+use crate::cpu::scatter::{scatter, scatter_at, scatter_both_at};
 use crate::cuda::jit::Key;
 use crate::cuda::{Context, forced, jit, launched, peak, variants};
 use crate::dsa::{KeyFormat, store_keys_at};
@@ -227,7 +227,7 @@ fn codes(runner: &Runner) {
 fn moves(runner: &Runner) {
     // Entries whose bytes are a multiple of 16, of 4, of 2, and of nothing.
     for width in [32, 12, 6, 5] {
-        for of in 0..7 {
+        for of in 0..8 {
             runner.call(|stream| moved(stream, width, of));
         }
     }
@@ -293,6 +293,11 @@ fn moved(stream: &Stream, width: usize, of: usize) {
         3 => gather_rows_at(stream, rows, at, to),
         4 => gather_pages(stream, cache.as_ref(), &pages, 3, to),
         5 => gather_pages_at(stream, cache.as_ref(), pages_at, 3, to),
+        6 => scatter_both_at(
+            stream,
+            at,
+            [(from, cache), (from, other.tensor_mut(0, DType::U8, &shape).unwrap())],
+        ),
         _ => {
             let from = other.tensor(0, DType::U8, &shape).unwrap();
             copy_pages(stream, from, cache, &copies)
