@@ -14,7 +14,7 @@ test_fails() { # package, test path -> 0 when the test ran and failed
     local log features=mutants
     # A library's kernels are features that its backends switch on.
     [ "$1" = mstar-kernels ] && features+=,paged,mla,dsa,dense,flex
-    log=$(cargo test -q -p "$1" --features "$features" -- --exact "$2" 2>&1)
+    log=$(cargo test -q --tests -p "$1" --features "$features" -- --exact "$2" 2>&1)
     local status=$?
     grep -q "running 1 test" <<<"$log" || { echo "    no test $2 in $1"; return 2; }
     [ "$status" -ne 0 ] && grep -qE "^test result: FAILED|panicked|FAILED" <<<"$log"
