@@ -529,4 +529,5 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
         }
     }
     cp_async_wait<0>();
+    leave_empties<T>(p, warp(), THREADS / 32);
 }

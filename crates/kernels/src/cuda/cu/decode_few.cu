@@ -523,4 +523,5 @@ MSTAR_KERNEL(decode_few, Attend, THREADS, RESIDENT) {
         }
     }
     cp_async_wait<0>();
+    leave_empties<T>(p, warp(), THREADS / 32);
 }

@@ -66,3 +66,25 @@ template <class T>
 DEVICE T* output_row(const Attend& p, const Output& out, u32 lane) {
     return reinterpret_cast<T*>(p.o.at) + place_of(p.o, out.token(lane), out.head(lane));
 }
+
+// Query vectors that see nothing, which merges without parts stand for, where no merge is launched behind this one: their 0 and -inf.
+// By `warps` warps of each block, of which this is number `w`; the blocks that have least to do come first.
+template <class T>
+DEVICE void leave_empties(const Attend& p, u32 w, u32 warps) {
+    constexpr u32 CUT = 8;
+    if (!p.empties) return;
+    const Image* image = p.image;
+    const u32 all = (image->merges - (p.tickets ? image->fused : 0)) * CUT;
+    NO_UNROLL
+    for (u32 at = grid_x() - 1 - block_x(); at < all; at += grid_x()) {
+        const Merge merge = merges_of(image)[at / CUT];
+        const Output out = output_at(p, rows_of(image)[merge.row], merge.q_begin, merge.q_count, merge.kv_head_begin, DIRECT);
+        NO_UNROLL
+        for (u32 of = at % CUT * warps + w; of < out.lanes; of += CUT * warps) {
+            finish(p, out, of, -infinity(), 0.0f, lane() == 0);
+            T* to = output_row<T>(p, out, of);
+            NO_UNROLL
+            for (u32 column = lane(); column < p.Dv; column += 32) to[column] = from_float<T>(0.0f);
+        }
+    }
+}

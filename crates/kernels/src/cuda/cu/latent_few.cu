@@ -646,6 +646,7 @@ MSTAR_KERNEL(latent_few, Attend, THREADS, 1) {
     if (group == 2) {
         registers_fewer<PRODUCER>();
         produce_few(p, shared, told);
+        leave_empties<Element>(p, warp() % WARPS, WARPS);
     } else {
         registers_more<CONSUMER>();
         if (group == 1) prefetch_merges(p);

@@ -267,6 +267,7 @@ MSTAR_KERNEL(latent_wide, Attend, THREADS, 1) {
     if (group == 2) {
         registers_fewer<72>();
         produce(p, shared, told);
+        leave_empties<Element>(p, warp() % 4, 4);
     } else if (group == 0) {
         registers_more<216>();
         consume_first(p, shared, told);

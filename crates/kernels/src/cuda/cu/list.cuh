@@ -124,7 +124,7 @@ struct Attend {
     float soft_cap;            // 0: none
     u32 flags;                 // CAUSAL, PER_HEAD, ..
     u32 walk;                  // which items this launch walks: ALL, FEW, MANY; of merges, the pieces that each is cut into
-    u32 reserved;
+    u32 empties;               // not 0: no merge is launched behind this; those that there are have no parts (leave_empties)
     u32* tickets;              // of the decode kernel: zeros, which it leaves as zeros; null where merges are launched behind it
     View k_scales, v_scales;   // of keys and values in e4m3 [P, S, G], f32: page, slot, head
 };

@@ -42,12 +42,11 @@ struct F16 {
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1")
 
-// Waits until the kernels ahead in the stream have ended and what they wrote is seen; then the one behind may be brought to
-// multiprocessors that have room, where it waits here. Nothing where a kernel that is launched early is not known.
+// Waits until the kernels ahead in the stream have ended and what they wrote is seen: a kernel that begins early is there by then. One that
+// lets the next one begin before its own blocks end (griddepcontrol.launch_dependents) made all chains slower: docs/perf-notes.md.
 DEVICE void after_earlier() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::cpu::paged::Call;
-use crate::cuda::jit::{self, Key};
+use crate::cuda::jit::{self, Key, Unit};
 use crate::cuda::launch::launch_next;
 use crate::cuda::{Context, Function, Launch, launch};
 use crate::paged::{Stored, Target, cut_tokens};
@@ -47,7 +47,7 @@ impl StagedList {
                 .map(|ready| (ready.key.to_string(), ready.threads, ready.shared, ready.walk, ready.blocks));
             launch.hash(&mut hasher);
         }
-        on.open_blocks.hash(&mut hasher);
+        (on.empties, if on.empties { 0 } else { on.open_blocks }).hash(&mut hasher);
         Some(hasher.finish())
     }
 
@@ -81,6 +81,9 @@ struct OnDevice {
     merge: Option<Ready>,
     /// Blocks of the merge where the decode kernel has done the others.
     open_blocks: u32,
+    /// Whether what merges there are, but for those that the decode kernel does, have no parts, and the kernel of few query vectors
+    /// can do them: of rows that see nothing, such as those of padding.
+    empties: bool,
     tickets: Tickets,
 }
 
@@ -186,6 +189,7 @@ fn stage_with(work: &mut WorkList, stream: &Stream, mods: Option<mods::Staged>) 
             many: None,
             merge: None,
             open_blocks: 0,
+            empties: false,
             tickets: Tickets::default(),
         })),
     };
@@ -312,6 +316,10 @@ impl OnDevice {
             let whole = work.fixed && (open > 0 || !two);
             self.open_blocks = if whole { merge.blocks } else { merge.blocks.min(open as u32) };
         }
+        let open = &work.merges[..work.merges.len() - work.fused];
+        self.empties = (work.fixed || !open.is_empty())
+            && open.iter().all(|merge| merge.part_count == 0)
+            && self.few.as_ref().is_some_and(|few| few.blocks > 0 && leaves_empties(&few.key));
         // One kernel for both kinds goes over all at once.
         if let (Some(few), Some(many)) = (&mut self.few, &mut self.many)
             && few.key == many.key
@@ -329,6 +337,13 @@ fn special(work: &WorkList, walk: Walk, mods: &mods::Kinds, context: &Context) -
         Stored::Latents => latents::choose(work, walk, context),
         Stored::Heads | Stored::Segments | Stored::Blocks => heads::choose(work, walk, mods, context),
     }
+}
+
+/// Whether a kernel writes what merges without parts stand for: `leave_empties` in `cu/finish.cuh`.
+fn leaves_empties(key: &Key) -> bool {
+    [Unit::DECODE, Unit::DECODE_FEW, Unit::LATENT_FEW, Unit::LATENT_WIDE]
+        .iter()
+        .any(|unit| unit.name() == key.unit.name())
 }
 
 /// Per-head numbers of a call on a device: `[H]` f32 each.
@@ -366,14 +381,19 @@ pub(crate) fn attend(
     let mut params = parameters(call, numbers);
     params.image = on.image.address() as u64;
     params.partials = (workspace.as_mut_ptr() as u64).next_multiple_of(64);
-    if on.few.as_ref().is_some_and(|few| heads::takes_tasks(&few.key)) {
+    let tasks = on.few.as_ref().is_some_and(|few| heads::takes_tasks(&few.key));
+    if tasks {
         params.tickets = on.tickets.of(params.partials);
     }
-    let mut next = false;
-    for ready in [&on.few, &on.many].into_iter().flatten() {
-        ready.launch(stream, &params, ready.blocks, &mut next)?;
+    let (mut next, alone) = (false, on.empties && (params.tickets != 0 || !tasks));
+    if let Some(few) = &on.few {
+        few.launch(stream, &Attend { empties: alone.into(), ..params }, few.blocks, &mut next)?;
+    }
+    if let Some(many) = &on.many {
+        many.launch(stream, &params, many.blocks, &mut next)?;
     }
     match &on.merge {
+        Some(_) if alone => Ok(()),
         Some(merge) if params.tickets != 0 => merge.launch(stream, &params, on.open_blocks, &mut next),
         Some(merge) => merge.launch(stream, &params, merge.blocks, &mut next),
         None => Ok(()),

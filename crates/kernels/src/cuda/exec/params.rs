@@ -110,7 +110,8 @@ pub(crate) struct Attend {
     pub(crate) soft_cap: f32,
     pub(crate) flags: u32,
     pub(crate) walk: u32,
-    pub(crate) reserved: u32,
+    /// Not 0: no merge is launched behind this; those that there are have no parts, and this launch writes what they stand for.
+    pub(crate) empties: u32,
     /// Of the decode kernel: zeros, which it leaves as zeros; 0 where merges are launched behind it.
     pub(crate) tickets: u64,
     /// Of keys and values in e4m3, every axis with its stride.
