@@ -27,7 +27,7 @@
         if (block > (THREADS)) emulated::fail("more threads than the kernel's launch bounds");                       \
         PARAMS copy;                                                                                                 \
         std::memcpy(&copy, params, sizeof copy);                                                                     \
-        emulated::Grid grid{gx, gy, gz, block, shared, &copy,                                                        \
+        emulated::Grid grid{gx, gy, gz, block, shared, emulated::at_launch(THREADS, MIN_BLOCKS), &copy,              \
                             [](const void* p) { NAME##__body(*static_cast<const PARAMS*>(p)); }};                    \
         grid.run();                                                                                                  \
         return 0;                                                                                                    \
@@ -40,6 +40,12 @@ namespace emulated {
 [[noreturn]] static void fail(const char* why) {
     std::fprintf(stderr, "emulator: %s\n", why);
     std::abort();
+}
+
+// Registers a thread of a kernel that hands them about (setmaxnreg): all that its blocks leave each other, in eights.
+constexpr u32 at_launch(u32 threads, u32 blocks) {
+    const u32 each = 65536 / (threads * blocks) / 8 * 8;
+    return each < 248 ? each : 248;
 }
 
 struct Copy {
@@ -94,6 +100,7 @@ struct Block {
     u8* shared;
     u32 shared_bytes;
     std::vector<Late> late;
+    u32 registers[32], free, given;  // of each warp's threads; nobody's; how often some were given away
     Fiber* fibers;
     Exchange* warps;
     Barrier barriers[16];
@@ -144,7 +151,7 @@ static void entry() {
 }
 
 struct Grid {
-    u32 gx, gy, gz, block, shared;
+    u32 gx, gy, gz, block, shared, registers;
     const void* params;
     void (*body)(const void*);
 
@@ -156,6 +163,7 @@ struct Grid {
         b.y = index / gx % gy;
         b.z = index / gx / gy;
         b.gx = gx, b.gy = gy, b.gz = gz, b.size = block;
+        for (u32& each : b.registers) each = registers;
         b.shared = memory;
         b.shared_bytes = shared;
         b.fibers = fibers.data();
@@ -190,6 +198,9 @@ struct Grid {
                 left -= fiber.done;
             }
             if (moved) continue;
+            for (u32 i = 0; i < block && b.late.empty(); i++) {
+                if (fibers[i].waits_for == &b.given) fail("a group waits for registers that no other gives away (setmaxnreg)");
+            }
             if (b.late.empty()) fail("threads of a block wait for each other: a barrier or a collective that not all reach");
             Late late = std::move(b.late.front());
             b.late.erase(b.late.begin());

@@ -98,6 +98,26 @@ static inline void stmatrix(void* row, const u32 (&r)[4], bool transposed) {
     exchange(STMATRIX, words, 0);
 }
 
+// A block has what it was launched with and no more: what a warp takes, others gave before. By all lanes of a warp; its first counts.
+static inline void take_registers(u32 n) {
+    Block& block = *now->block;
+    if (now->id % 32 != 0) return;
+    u32& mine = block.registers[now->id / 32];
+    if (n < mine) fail("registers_more of fewer than there are");
+    while (block.free < n - mine) wait_until_changed(&block.given, block.given);
+    block.free -= n - mine;
+    mine = n;
+}
+static inline void give_registers(u32 n) {
+    Block& block = *now->block;
+    if (now->id % 32 != 0) return;
+    u32& mine = block.registers[now->id / 32];
+    if (n > mine) fail("registers_fewer of more than there are");
+    block.free += mine - n;
+    block.given++;
+    mine = n;
+}
+
 }  // namespace emulated
 
 DEVICE void mark_init(Mark* mark, u32 count) {
@@ -126,10 +146,12 @@ DEVICE u32 group_index() { return thread_x() / 128; }
 template <u32 N>
 DEVICE void registers_more() {
     static_assert(N % 8 == 0 && N >= 24 && N <= 256, "registers come in eights");
+    emulated::take_registers(N);
 }
 template <u32 N>
 DEVICE void registers_fewer() {
     static_assert(N % 8 == 0 && N >= 24 && N <= 256, "registers come in eights");
+    emulated::give_registers(N);
 }
 DEVICE void async_fence() {}
 DEVICE void wgmma_fence() {}

@@ -212,3 +212,53 @@ fn fragments_come_back_and_bytes_become_halves() {
         assert!(got == expected || got.is_nan() && expected.is_nan(), "{byte:#x}: {got}, not {expected}");
     }
 }
+
+/// Three groups of a block of 384, which is launched with 168 registers each.
+const REGISTERS: Unit = Unit::of(
+    "registers.cu",
+    "#include \"hopper.cuh\"\n\
+     struct Params { u64 at; };\n\
+     MSTAR_KERNEL(registers, Params, 384, 1) {\n\
+         if (group_index() == 2) registers_fewer<FEWER>();\n\
+         else registers_more<MORE>();\n\
+         block_sync();\n\
+         reinterpret_cast<u32*>(p.at)[thread_x()] = thread_x();\n\
+     }\n",
+);
+/// Set in a process that launches what would wait for ever.
+#[cfg(feature = "emulator")]
+const CHILD: &str = "MSTAR_REGISTERS_CHILD";
+
+/// 96 + 208 + 208 are more than three times 168: a card waits for ever, and the emulated device says so.
+#[test]
+#[cfg(feature = "emulator")]
+fn groups_that_take_more_registers_than_a_block_has_are_refused() {
+    if context().is_none() {
+        return;
+    }
+    let owned = OwnedStream::new(DEVICE).unwrap();
+    let stream = owned.stream();
+    let go = |fewer: i64, more: i64| {
+        let key = Key::new(REGISTERS, "registers").with("FEWER", fewer).with("MORE", more);
+        let mut out = Buffer::zeroed_on(DEVICE, 384 * 4).unwrap();
+        let at = out.tensor_mut(0, DType::U8, &[384 * 4]).unwrap().as_mut_ptr() as u64;
+        let how = Launch { grid: [2, 1, 1], block: 384, shared: 0 };
+        // SAFETY: the parameter is the kernel's, and points to a word a thread, which lives until the stream has run.
+        unsafe { launch(&jit::function(DEVICE, &key).unwrap(), &stream, how, &at) }.unwrap();
+        stream.synchronize().unwrap();
+    };
+    if std::env::var_os(CHILD).is_some() {
+        return go(96, 208);
+    }
+    for (fewer, more) in [(88, 208), (72, 216), (24, 240)] {
+        go(fewer, more);
+    }
+    let test = "cuda::tests::products::groups_that_take_more_registers_than_a_block_has_are_refused";
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture", "--test-threads", "1"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&child.stderr);
+    assert!(!child.status.success() && said.contains("registers that no other gives away"), "{said}");
+}
