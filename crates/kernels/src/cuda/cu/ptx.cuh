@@ -116,6 +116,11 @@ DEVICE float load_here(const float* at) {
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(r) : "l"(at));
     return r;
 }
+DEVICE u32 load_here(const u32* at) {
+    u32 r;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(r) : "l"(at));
+    return r;
+}
 DEVICE float lg2(float v) {
     float r;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));

@@ -31,7 +31,9 @@ DEVICE u32 many_rows(const Table* table, u32 first, u32 row) {
 }
 // Keys that a row sees.
 DEVICE u32 seen_of(const Table* table, u32 row) {
-    return request_of(table, row) < 0 ? 0 : u32(table_array(table, table->position_at)[row] + 1);
+    // Both are asked for at once.
+    const u32 position = load_here(reinterpret_cast<const u32*>(table_array(table, table->position_at)) + row);
+    return request_of(table, row) < 0 ? 0 : position + 1;
 }
 
 // A request's slots: key `j` is at offset `start + j` of its pages.

@@ -26,6 +26,8 @@ static_assert(sizeof(Topk) == 96, "as in exec/select.rs");
 
 constexpr u32 THREADS = 512, WARPS = 16, KEYS = 8;
 constexpr u32 SEGMENT = THREADS * KEYS;
+// Blocks that may ask for all of a row's counts and yet not be felt.
+constexpr u32 FEW_BLOCKS = 64;
 // A class is an integer's leading bits; GROUP classes are counted together once more.
 constexpr u32 BELOW = 19, CLASSES = 1u << (32 - BELOW), GROUP = CLASSES / THREADS;
 // Of a row: counts of classes, of groups, and blocks that have come.
@@ -118,14 +120,14 @@ MSTAR_KERNEL(topk_count, Topk, THREADS, 2) {
     u32* counts = reinterpret_cast<u32*>(shared);
     for (u32 index = block_x(); index < units_of(p); index += grid_x()) {
         const Asked asked = ask(p, index);
-        const Unit unit = unit_of(p, index);
-        // A row that sees no more than it picks has nothing to count.
-        if (unit.segment * SEGMENT >= unit.seen || unit.seen <= p.topk) continue;
-        const Orders orders = orders_of(asked, unit.segment * SEGMENT, unit.seen);
         block_sync();
         UNROLL
         for (u32 i = 0; i < GROUP / 4; i++) store16(counts + (i * THREADS + thread_x()) * 4, U4{0, 0, 0, 0});
         block_sync();
+        const Unit unit = unit_of(p, index);
+        // A row that sees no more than it picks has nothing to count.
+        if (unit.segment * SEGMENT >= unit.seen || unit.seen <= p.topk) continue;
+        const Orders orders = orders_of(asked, unit.segment * SEGMENT, unit.seen);
         UNROLL
         for (u32 i = 0; i < KEYS; i++)
             if (orders.of[i] != 0) atomic_add(counts + (orders.of[i] >> BELOW), 1);
@@ -149,16 +151,36 @@ MSTAR_KERNEL(topk_count, Topk, THREADS, 2) {
 struct Last {
     u32 of, left;
 };
-// Threads have a group each, from the top, which `here` is the count of.
+// Threads have a group each, from the top.
 DEVICE u32 my_group() { return THREADS - 1 - thread_x(); }
-DEVICE Last last_of(const u32* state, u32 here, u32 topk, u32* shared) {
+// The counts of a thread's classes.
+struct Counted {
+    U4 fours[GROUP / 4];
+};
+DEVICE Counted counted_in(const u32* state) {
+    Counted r;
+    UNROLL
+    for (u32 i = 0; i < GROUP / 4; i++) r.fours[i] = load16(state + my_group() * GROUP + i * 4);
+    return r;
+}
+// Where `soon`, `counted` has been asked for, as is worth it where there are few blocks to ask.
+DEVICE Last last_of(const u32* state, u32 topk, bool soon, Counted counted, u32* shared) {
     u32* found = shared + FOUND_AT;
+    u32 here = 0;
+    if (soon) {
+        UNROLL
+        for (u32 i = 0; i < GROUP / 4; i++) {
+            const U4& v = counted.fours[i];
+            here += v.x + v.y + v.z + v.w;
+        }
+    } else {
+        here = state[GROUPS_AT + my_group()];
+    }
     u32 group = my_group(), all, before = sum_below(here, shared, all);
     if (all <= topk) return Last{0, 0};
     if (before < topk && topk <= before + here) {
-        U4 four[GROUP / 4];
-        UNROLL
-        for (u32 i = 0; i < GROUP / 4; i++) four[i] = load16(state + group * GROUP + i * 4);
+        if (!soon) counted = counted_in(state);
+        const U4(&four)[GROUP / 4] = counted.fours;
         UNROLL
         for (u32 i = GROUP / 4; i-- > 0;) {
             u32 counts[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
@@ -316,16 +338,19 @@ MSTAR_KERNEL(topk_pick, Topk, THREADS, 2) {
     SHARED(memory);
     u32* shared = reinterpret_cast<u32*>(memory);
     u32* found = shared + FOUND_AT;
+    const bool soon = units_of(p) <= FEW_BLOCKS;
     for (u32 index = block_x(); index < units_of(p); index += grid_x()) {
         const Asked asked = ask(p, index);
-        const u32 here = p.states[u64(index / p.segments) * STATE + GROUPS_AT + my_group()];
+        const u32* state = p.states + u64(index / p.segments) * STATE;
+        Counted counted = {};
+        if (soon) counted = counted_in(state);
         const Unit unit = unit_of(p, index);
         if (unit.row >= p.table->rows) continue;
         const u32 from = unit.segment * SEGMENT, segments = most(1u, (unit.seen + SEGMENT - 1) / SEGMENT);
         if (unit.segment >= segments) continue;
         const Orders orders = orders_of(asked, from, unit.seen);
         Last last{0, 0};
-        if (unit.seen > p.topk) last = last_of(unit.state, here, p.topk, shared);
+        if (unit.seen > p.topk) last = last_of(unit.state, p.topk, soon, counted, shared);
         u32 entries[KEYS], kept = 0;
         UNROLL
         for (u32 i = 0; i < KEYS; i++) {

@@ -364,6 +364,7 @@ DEVICE float ex2(float v) {
 DEVICE float reciprocal(float v) { return 1.0f / v; }
 DEVICE float larger(float a, float b) { return std::fmax(a, b); }
 DEVICE float load_here(const float* at) { return *at; }
+DEVICE u32 load_here(const u32* at) { return *at; }
 DEVICE float lg2(float v) { return std::log2(v); }
 DEVICE float fused(float a, float b, float c) { return float(double(a) * double(b) + double(c)); }
 DEVICE float tanh_exact(float v) { return std::tanh(v); }
