@@ -10,7 +10,10 @@
 use crate::plan::Schedule;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, Task, WorkList};
 
-use super::family::{LATENT_LEAVES, LATENT_TREE_HEADS, in_codes, in_halves, latent_tokens, latents_by_tasks};
+use super::family::{
+    LATENT_LEAVES, LATENT_LEAVES_AT_HAND, LATENT_TREE_HEADS, LATENT_WIDTH, in_codes, in_halves,
+    latent_tokens, latents_by_tasks,
+};
 use super::schedule::{leaves, visible};
 use super::{Family, Geometry, Stored};
 
@@ -65,12 +68,16 @@ fn latent_level(list: &WorkList) -> u32 {
     // Items of a round are worked on at a time; what the last round leaves idle is worth a few more ends.
     let mut items = [0u64; LATENT_LEAVES as usize + 1];
     let mut longest = 1;
+    let mut most = if geometry.head_dim_vo == LATENT_WIDTH { LATENT_LEAVES } else { LATENT_LEAVES_AT_HAND };
     for row in list.rows.iter().filter(|row| is_few(row)) {
         // The kernel that joins has room for no more query vectors.
         if row.q_len as usize * heads > LATENT_TREE_HEADS {
             return 0;
         }
         let (first, end) = leaves(row, visible(&list.variant, row, 0, row.q_len));
+        if first > 0 || (row.q_len as usize * heads) < LATENT_TREE_HEADS {
+            most = most.min(LATENT_LEAVES_AT_HAND);
+        }
         longest = longest.max(u64::from(end - first));
         for (level, items) in items.iter_mut().enumerate().filter(|_| first < end) {
             *items += u64::from(((end - 1) >> level) - (first >> level) + 1);
@@ -80,7 +87,7 @@ fn latent_level(list: &WorkList) -> u32 {
     let time = |level: u32| {
         items[level as usize].div_ceil(MULTIPROCESSORS) * (leaf * longest.min(1 << level) + item)
     };
-    (0..=LATENT_LEAVES).rev().min_by_key(|&level| time(level)).unwrap_or(0)
+    (0..=most).rev().min_by_key(|&level| time(level)).unwrap_or(0)
 }
 
 /// Whether items of few query vectors are for the kernel over latents that takes tasks.

@@ -28,7 +28,11 @@ pub const LATENT_LEAF: u32 = 512;
 pub(crate) const LATENT_TREE_HEADS: usize = 16;
 
 /// Most leaves of such an item, as a power of two; `cu/latent_few.cu` has the same.
-pub(crate) const LATENT_LEAVES: u32 = 3;
+pub(crate) const LATENT_LEAVES: u32 = 5;
+
+/// The same where nodes that wait for a sibling are in registers alone: those of more leaves wait in the workspace, where they have room
+/// if a state is of [`LATENT_TREE_HEADS`] query vectors and values are [`LATENT_WIDTH`] wide, and the row's first leaf is seen.
+pub(crate) const LATENT_LEAVES_AT_HAND: u32 = 3;
 
 /// Keys a leaf of such rows: short, so that a row alone is spread over many blocks; an item of many rows has several.
 pub(crate) const LATENT_TREE_LEAF: u32 = 256;

@@ -13,8 +13,8 @@
 // one less, and the weights lie where they were. So three tiles fit where a latent has 576 lanes: one that is summed, and two that
 // are under way.
 //
-// With 16 query vectors an item may have up to eight leaves, an aligned run of them: their states are joined here, as a merge would
-// join them; those that wait for a sibling are in registers.
+// With 16 query vectors an item may have several leaves, an aligned run of them: their states are joined here, as a merge would join them.
+// Those that wait for a sibling are in registers, and in the workspace where they are of eight leaves or more.
 //
 // Defines: those of latent_ring.cuh, with ROWS 16 or 32.
 
@@ -26,7 +26,9 @@ static_assert(ROWS == 16 || ROWS == 32, "columns of a product");
 constexpr u32 PRODUCER = 104, CONSUMER = 200;
 static_assert(PRODUCER + 2 * CONSUMER <= 3 * 168, "see above");
 // Most leaves of an item, as a power of two; paged/family.rs has the same.
-constexpr u32 HEIGHT = ROWS == 16 ? 3 : 0;
+constexpr u32 HEIGHT = ROWS == 16 ? 5 : 0;
+// Heights whose nodes wait in registers; paged/family.rs has the same.
+constexpr u32 AT_HAND = HEIGHT < 3 ? HEIGHT : 3;
 // Query vectors that a thread has; blocks of 64 columns of the result, and those of a group.
 constexpr u32 MINE = ROWS / 4, PARTS = WIDTH / LANES, HALF = PARTS / 2;
 // Blocks of a tile behind its values, and how many tiles have them at once.
@@ -210,6 +212,19 @@ DEVICE void fetch_blocks(u8* to, const Latents& latents, u32 D, bool aligned) {
         }
 }
 
+// Blocks BEGIN to END of a tile whose latents follow each other in memory, and are as wide as it: neighbours in memory are asked for together,
+// each copy being one instruction.
+template <u32 BEGIN, u32 END>
+DEVICE void fetch_in_line(u8* to, const Element* latents) {
+    constexpr u32 BLOCKS = END > BEGIN ? END - BEGIN : 1, AT_ONCE = GROUP / (BLOCKS * PIECE);
+    const u32 thread = thread_x() % GROUP, row = thread / (BLOCKS * PIECE), piece = thread % (BLOCKS * PIECE);
+    const Element* from = latents + row * (COLUMNS * LANES) + BEGIN * LANES + piece * 8;
+    to += piece / PIECE * BLOCK_BYTES + row * LANES * 2;
+    UNROLL
+    for (u32 k = 0; k < KEYS / AT_ONCE; k++)
+        cp_async_16(to + k * AT_ONCE * LANES * 2 + ((piece ^ (row + k * AT_ONCE)) % 8) * 16, from + k * AT_ONCE * (COLUMNS * LANES), true);
+}
+
 DEVICE void fetch_queries(const Attend& p, u8* to, const Work& work, bool aligned) {
     const u32 row = thread_x() % GROUP / PIECE, lanes = work.task.q_count * p.H;
     const Element *nope[QUERY_TIMES], *pe[QUERY_TIMES];
@@ -230,6 +245,7 @@ DEVICE void produce_few(const Attend& p, u8* shared, FewTold& told) {
     const u32 thread = thread_x() % GROUP;
     const bool aligned = (p.flags & ALIGNED) && p.Dv % 8 == 0 && p.D % 8 == 0;
     const u32 row = thread / PIECE, at = row * LANES * 2 + (thread % PIECE ^ row % 8) * 16;
+    const bool in_line = aligned && p.D == COLUMNS * LANES && p.k.stride[1] == i64(p.D);
     Turn turn{0, 0};
     u32 count = 0, rest = 0;
     auto tell = [&](const Work& work) {
@@ -262,15 +278,29 @@ DEVICE void produce_few(const Attend& p, u8* shared, FewTold& told) {
             }
             if (tile < end) {
                 mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
-                const Latents latents = places_of(p, book, tile, mine);
-                fetch_blocks<0, PARTS>(shared + RING_AT + turn.slot * VALUE_BYTES + at, latents, p.D, aligned);
+                u8 *values = shared + RING_AT + turn.slot * VALUE_BYTES, *behind = shared + REST_AT + rest * REST_BYTES;
                 Mark* full = &told.full[turn.slot];
                 turn.next();
-                if (REST) {
-                    // Where there is one less, it is free as soon as the next tile's values have room.
+                rest = rest + 1 == RESTS ? 0 : rest + 1;
+                // What lies behind the values, of which there is one less, is free as soon as the next tile's values have room.
+                auto await_rest = [&]() {
                     if (RESTS < STAGES) mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
-                    fetch_blocks<PARTS, COLUMNS>(shared + REST_AT + rest * REST_BYTES + at, latents, p.D, aligned);
-                    rest = rest + 1 == RESTS ? 0 : rest + 1;
+                };
+                if (in_line && book.whole && tile * KEYS >= book.lo && tile * KEYS + KEYS <= book.to) {
+                    const i64 slot = (tile * KEYS - book.kv_offset) % p.S;
+                    const Element* latents = reinterpret_cast<const Element*>(p.k.at) + i64(mine.page[0]) * p.k.stride[0] + slot * p.k.stride[1];
+                    fetch_in_line<0, PARTS>(values, latents);
+                    if (REST) {
+                        await_rest();
+                        fetch_in_line<PARTS, COLUMNS>(behind, latents);
+                    }
+                } else {
+                    const Latents latents = places_of(p, book, tile, mine);
+                    fetch_blocks<0, PARTS>(values + at, latents, p.D, aligned);
+                    if (REST) {
+                        await_rest();
+                        fetch_blocks<PARTS, COLUMNS>(behind + at, latents, p.D, aligned);
+                    }
                 }
                 announce(full, aligned);
             }
@@ -362,16 +392,42 @@ DEVICE void join_left(State& state, const State& left) {
         }
 }
 
+// What a thread has of a node of eight leaves or more waits in the workspace, as it is, where the state of the leaf that completes it would
+// be and in the one before: only for states of 16 query vectors and whole values, and rows that begin with their first leaf.
+DEVICE U4* waiting(const Attend& p, const Task& task, u32 leaf) {
+    return reinterpret_cast<U4*>(p.partials + task.state + u64(leaf - 1) * state_len(task.q_count * p.H, p.Dv)) + thread_x();
+}
+DEVICE void put_node(U4* at, const State& node) {
+    UNROLL
+    for (u32 i = 0; i < HALF * ROWS / 8; i++) {
+        const float* of = &node.out[i / (ROWS / 8)][i % (ROWS / 8) * 4];
+        at[(i + 2) * 2 * GROUP] = U4{float_bits(of[0]), float_bits(of[1]), float_bits(of[2]), float_bits(of[3])};
+    }
+    at[0] = U4{float_bits(node.top[0]), float_bits(node.top[1]), float_bits(node.top[2]), float_bits(node.top[3])};
+    at[2 * GROUP] = U4{float_bits(node.sum[0]), float_bits(node.sum[1]), float_bits(node.sum[2]), float_bits(node.sum[3])};
+}
+DEVICE void take_node(const U4* at, State& node) {
+    UNROLL
+    for (u32 i = 0; i < HALF * ROWS / 8; i++) {
+        float* of = &node.out[i / (ROWS / 8)][i % (ROWS / 8) * 4];
+        const U4 v = at[(i + 2) * 2 * GROUP];
+        of[0] = bits_float(v.x), of[1] = bits_float(v.y), of[2] = bits_float(v.z), of[3] = bits_float(v.w);
+    }
+    const U4 top = at[0], sum = at[2 * GROUP];
+    node.top[0] = bits_float(top.x), node.top[1] = bits_float(top.y), node.top[2] = bits_float(top.z), node.top[3] = bits_float(top.w);
+    node.sum[0] = bits_float(sum.x), node.sum[1] = bits_float(sum.y), node.sum[2] = bits_float(sum.z), node.sum[3] = bits_float(sum.w);
+}
+
 // The nodes of an item that wait for a sibling.
 struct Tree {
-    State left[HEIGHT ? HEIGHT : 1];
+    State left[AT_HAND ? AT_HAND : 1];
     u32 waits;  // a bit a height
 
     // A leaf's node, joined with those left of it as far as their parents are complete; at the item's end, with all.
-    void join(State& state, u32 leaf, bool last) {
+    void join(const Attend& p, const Task& task, State& state, u32 leaf, bool last) {
         bool climbs = true;
         UNROLL
-        for (i32 k = 0; k < i32(HEIGHT); k++) {
+        for (i32 k = 0; k < i32(AT_HAND); k++) {
             if (!climbs) continue;
             climbs = last || (leaf >> k & 1);
             if (climbs) {
@@ -379,6 +435,21 @@ struct Tree {
                 waits &= ~(1u << k);
             } else {
                 left[k] = state, waits |= 1u << k;
+            }
+        }
+        NO_UNROLL
+        for (u32 k = AT_HAND; HEIGHT > AT_HAND && climbs; k++) {
+            if (k == HEIGHT) break;
+            climbs = last || (leaf >> k & 1);
+            if (climbs) {
+                if (waits >> k & 1) {
+                    take_node(waiting(p, task, (leaf >> k << k) - 1), left[0]);
+                    join_left(state, left[0]);
+                }
+                waits &= ~(1u << k);
+            } else {
+                put_node(waiting(p, task, leaf), state);
+                waits |= 1u << k;
             }
         }
     }
@@ -614,7 +685,7 @@ DEVICE void consume(const Attend& p, u8* shared, FewTold& told, u32 group) {
             const bool last = leaf_end >= end;
             if (group == 0) first_leaf(p, shared, told, share, work.first(), tile, leaf_end, last, at, state);
             else second_leaf(shared, told, tile, leaf_end, at, state);
-            tree.join(state, leaf, last);
+            tree.join(p, work.task, state, leaf, last);
             if (last) break;
             state.clear();
             tile = leaf_end;

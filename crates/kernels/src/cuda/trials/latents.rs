@@ -152,6 +152,22 @@ fn an_item_of_several_leaves_has_the_bits_of_several_items() {
     }
 }
 
+/// Nodes of more leaves than registers hold wait in the workspace. Tiles of whole pages are asked for in the order of memory.
+#[test]
+fn an_item_of_many_leaves_has_the_bits_of_several_items() {
+    let Some(owned) = stream("an_item_of_many_leaves") else { return };
+    let company: Vec<Row> =
+        [(1, 4730), (1, 2304)].into_iter().zip(0..).map(|((q, kv), id)| row(id, q, kv)).collect();
+    let run = |level, page| {
+        let family = OverLatents { h: 16, c: 512, e: 64, page, ..OverLatents::narrow() };
+        forced::with_level(level, || family.run(&owned.stream(), &Setting::of(DType::Bf16), &company))
+    };
+    let apart = run(1, 16);
+    for (level, page) in [(3, 64), (4, 16), (5, 128)] {
+        assert_eq!(apart, run(level, page), "{} leaves an item, pages of {page}", 1 << level);
+    }
+}
+
 fn context_is_hopper() -> bool {
     Context::of(DEVICE).is_ok_and(Context::is_hopper)
 }
