@@ -256,6 +256,15 @@ DEVICE void write_picks(const Topk& p, const Unit& unit, u32 left, u32* shared) 
     const u32 segments = most(1u, (unit.seen + SEGMENT - 1) / SEGMENT);
     u32* lengths = p.lengths + u64(unit.row - p.row_begin) * p.segments;
     u32* lists = unit.list;
+    // Many loads a lane before the first is stored; a warp's first segment's before its length is known.
+    constexpr u32 AHEAD = 8;
+    u32 entries[AHEAD];
+    auto ask_entries = [&](u32 segment, u32 first, u32 count) {
+        UNROLL
+        for (u32 i = 0; i < AHEAD; i++)
+            entries[i] = first + 32 * i < count ? load_here(lists + u64(segment) * SEGMENT + first + 32 * i) : 0;
+    };
+    ask_entries(warp(), lane(), warp() < segments ? least(SEGMENT, unit.seen - least(unit.seen, warp() * SEGMENT)) : 0);
     for (u32 at = thread_x(); at < UPPER + LOWER; at += THREADS) shared[COUNTERS_AT + at] = 0;
     // Where each segment's entries come among all of the row.
     u32* starts = segments <= MOST_STARTS ? shared + STARTS_AT : lengths;
@@ -272,15 +281,10 @@ DEVICE void write_picks(const Topk& p, const Unit& unit, u32 left, u32* shared) 
     const bool fits = length <= MOST_LISTED;
     u32* list = fits ? shared + LIST_AT : lists;
     if (fits) {
-        // Many loads a lane before the first is stored.
-        constexpr u32 AHEAD = 8;
         for (u32 segment = warp(); segment < segments; segment += WARPS) {
             const u32 start = starts[segment], count = end_of(segment) - start;
-            const u32* from = lists + u64(segment) * SEGMENT;
             for (u32 first = lane(); first < count; first += 32 * AHEAD) {
-                u32 entries[AHEAD];
-                UNROLL
-                for (u32 i = 0; i < AHEAD; i++) entries[i] = first + 32 * i < count ? from[first + 32 * i] : 0;
+                if (segment != warp() || first != lane()) ask_entries(segment, first, count);
                 UNROLL
                 for (u32 i = 0; i < AHEAD; i++)
                     if (first + 32 * i < count) shared[LIST_AT + start + first + 32 * i] = entries[i];
