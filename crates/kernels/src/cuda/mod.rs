@@ -32,6 +32,7 @@ mod pool;
 mod queue;
 pub(crate) mod store;
 pub(crate) mod synth;
+pub(crate) mod tensor_map;
 #[cfg(test)]
 mod tests;
 mod transfer;

@@ -7,6 +7,7 @@ use std::sync::{Arc, mpsc};
 use super::*;
 use crate::{Buffer, DType, Device, Error, Result, Stream, copy, copy_async, fill};
 
+mod boxes;
 mod memory;
 mod products;
 

@@ -17,6 +17,7 @@ use std::ffi::{c_int, c_void};
 use std::path::Path;
 use std::sync::OnceLock;
 
+use super::tensor_map::{Boxes, TensorMap};
 use crate::cards::{Card, Driver, NoCuda};
 
 /// The environment variable that chooses between a driver and the emulated device.
@@ -273,6 +274,8 @@ pub(crate) trait Api: Send + Sync {
     /// As `attributes`.
     unsafe fn blocks_per_sm(&self, context: Handle, function: Handle, block: u32, shared: u32)
     -> Called<u32>;
+    /// What a kernel is told of a tensor, so that it may ask for boxes of it.
+    fn encode_map(&self, boxes: &Boxes) -> Called<TensorMap>;
     /// Launches a kernel of one parameter of `bytes` bytes, which are read before the call returns.
     ///
     /// # Safety

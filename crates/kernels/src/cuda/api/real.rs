@@ -15,7 +15,9 @@ use super::{
     Api, Begin, Called, Failed, FunctionAttributes, Handle, Image, Launch, OLDEST_DRIVER, Properties, Way,
     elf,
 };
+use crate::DType;
 use crate::cards::NoCuda;
+use crate::cuda::tensor_map::{Boxes, MOST_AXES, Swizzle, TensorMap};
 
 const INVALID_VALUE: i32 = 1;
 const NO_DEVICE: i32 = 100;
@@ -470,6 +472,42 @@ impl Api for Real {
             }?;
             Ok(blocks as u32)
         })
+    }
+
+    fn encode_map(&self, boxes: &Boxes) -> Called<TensorMap> {
+        use sys::CUtensorMapDataType_enum as Type;
+        use sys::CUtensorMapSwizzle_enum as Pieces;
+        let dtype = match boxes.dtype {
+            DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+            DType::I32 => Type::CU_TENSOR_MAP_DATA_TYPE_INT32,
+            DType::I64 => Type::CU_TENSOR_MAP_DATA_TYPE_INT64,
+            DType::E4m3 | DType::U8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        };
+        let swizzle = match boxes.swizzle {
+            Swizzle::None => Pieces::CU_TENSOR_MAP_SWIZZLE_NONE,
+            Swizzle::B128 => Pieces::CU_TENSOR_MAP_SWIZZLE_128B,
+        };
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        // SAFETY: writes one map; every array has as many entries as the driver reads of it, which is the number of axes or one less.
+        unsafe {
+            call!(cuTensorMapEncodeTiled(
+                &mut map,
+                dtype,
+                boxes.axes as u32,
+                boxes.at as *mut c_void,
+                boxes.extent.as_ptr(),
+                boxes.stride[1..].as_ptr(),
+                boxes.boxed.as_ptr(),
+                [1u32; MOST_AXES].as_ptr(),
+                sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle,
+                sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            ))
+        }?;
+        Ok(TensorMap(map.opaque))
     }
 
     unsafe fn launch(

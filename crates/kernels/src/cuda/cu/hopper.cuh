@@ -10,6 +10,11 @@ struct alignas(8) Mark {
     u64 state;
 };
 
+// What a tensor looks like from a distance (cuda/tensor_map.rs), as a member of a kernel's parameter; 64-byte aligned.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
 #ifdef MSTAR_EMULATED
 #include "emulated_hopper.hpp"
 #else
@@ -26,6 +31,10 @@ DEVICE void mark_arrive(Mark* mark) {
 // Arrives once all cp.async of this thread so far have landed. The arrival is one of the mark's count.
 DEVICE void mark_arrive_after_copies(Mark* mark) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(mark)) : "memory");
+}
+// Arrives, and says that so many bytes of boxes are to land before the phase passes, those beyond a tensor's end included.
+DEVICE void mark_arrive_expecting(Mark* mark, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mark)), "r"(bytes) : "memory");
 }
 // Waits until the phase of this parity has passed; of a fresh mark that of parity 1 has.
 DEVICE void mark_wait(Mark* mark, u32 parity) {
@@ -48,6 +57,31 @@ DEVICE bool mark_passed(Mark* mark, u32 parity) {
 }
 // Arrives at a named barrier of `count` threads, where others wait, and goes on.
 DEVICE void named_arrive(u32 id, u32 count) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory"); }
+
+// ---- boxes ----
+// Copies the box of a map whose first element is (z, y, x), x innermost, to shared memory, from a multiple of 128 bytes on (of 1024 where its
+// pieces are permuted); its bytes are counted at `mark`. What is beyond the tensor is zeros. By one thread; what it overwrites was read by
+// products, or fenced.
+DEVICE void box_2d(void* to, const TensorMap& map, i32 x, i32 y, Mark* mark) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                     shared_address(to)),
+                 "l"(&map), "r"(x), "r"(y), "r"(shared_address(mark))
+                 : "memory");
+}
+DEVICE void box_3d(void* to, const TensorMap& map, i32 x, i32 y, i32 z, Mark* mark) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+                     shared_address(to)),
+                 "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(mark))
+                 : "memory");
+}
+// Asks for a map to be at hand before its first box.
+DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+// One lane of a whole warp; the compiler knows that it is one, so that what it does is no loop over lanes.
+DEVICE bool elected() {
+    u32 r;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(r));
+    return r;
+}
 
 // ---- groups ----
 // This thread's group, which the compiler knows to be the same in a warp.

@@ -4,18 +4,29 @@
 // and the values of the other.
 //
 // Defines: those of latent_unit.cuh; Q_TYPE (1 bf16, 2 f16), DEPTH (lanes of a latent, padded to a multiple of 64), WIDTH (lanes of its
-// value, padded to 128, 256 or 512).
+// value, padded to 128, 256 or 512); BOXES (0 or not given: latents come by copies of 16 bytes; 1: a tile that lies whole in a page and is
+// seen whole comes as boxes of 64 columns, each with marks of its own).
 #pragma once
 
 #include "element.cuh"
 #include "latent_unit.cuh"
 
-constexpr u32 COLUMNS = (DEPTH > WIDTH ? DEPTH : WIDTH) / LANES;
+#ifndef BOXES
+#define BOXES 0
+#endif
+
+// Blocks of columns of a tile, and those that are values.
+constexpr u32 COLUMNS = (DEPTH > WIDTH ? DEPTH : WIDTH) / LANES, VALUES = WIDTH / LANES;
 constexpr u32 TILE_BYTES = COLUMNS * BLOCK_BYTES;
 static_assert(DEPTH % LANES == 0 && (WIDTH == 128 || WIDTH == 256 || WIDTH == 512), "see above");
 
-// The room of a tile is given back in shares of as many neighbouring rows, as soon as nobody needs them.
-constexpr u32 SHARES = ROWS < 64 ? 1 : 4, SHARE_KEYS = KEYS / SHARES;
+// A tile comes as a whole, or block by block; its room is given back in shares of as many neighbouring rows, or block by block, as soon
+// as nobody needs them.
+constexpr u32 FULLS = BOXES ? COLUMNS : 1, SHARES = BOXES ? COLUMNS : ROWS < 64 ? 1 : 4;
+
+// The order in which scores are summed over a tile's blocks, and blocks come: what is no value first, whose room is free first, then the
+// left half, then the right one, as their values are multiplied.
+DEVICE constexpr u32 column_at(u32 i) { return (i + VALUES) % COLUMNS; }
 
 // Shared memory: queries, the ring, and what the consumers have beside them.
 constexpr u32 QUERY_BLOCK_BYTES = ROWS * LANES * 2;
@@ -23,10 +34,18 @@ constexpr u32 RING_AT = DEPTH / LANES * QUERY_BLOCK_BYTES;
 constexpr u32 AFTER_RING = RING_AT + STAGES * TILE_BYTES;
 static_assert(RING_AT % 1024 == 0, "tiles start where turns of their rows do");
 
-// What groups of a block tell each other: marks of tiles, and of shares of their room; marks of a unit and its queries, and the
-// unit, two in turn.
+// The parameter where BOXES is 1.
+struct AttendMapped {
+    Attend attend;
+    u64 reserved[5];
+    TensorMap map;
+};
+static_assert(sizeof(AttendMapped) == 704, "as in exec/params.rs");
+
+// What groups of a block tell each other: marks of tiles or their blocks, and of shares of their room; marks of a unit and its queries,
+// and the unit, two in turn.
 struct Told {
-    Mark full[STAGES], empty[STAGES][SHARES], queries, queries_read;
+    Mark full[STAGES][FULLS], empty[STAGES][SHARES], queries, queries_read;
     Unit units[2];
 };
 
@@ -34,6 +53,7 @@ struct Told {
 
 // What threads of the producer have: eight of them a row of 128 bytes, and every sixteenth row.
 constexpr u32 TIMES = KEYS / (GROUP / PIECE), QUERY_TIMES = ROWS / (GROUP / PIECE);
+constexpr u32 SHARE_TIMES = TIMES >= SHARES ? TIMES / SHARES : 1;
 static_assert(ROWS % (GROUP / PIECE) == 0, "rows for each thread");
 
 // The pages that this thread's latents of a tile are in, asked for long before they are needed.
@@ -114,11 +134,47 @@ DEVICE void put_queries(const Attend& p, u8* to, const Element* const (&nope)[QU
                 block * LANES + piece * PIECE, C, D, aligned);
 }
 
-DEVICE void produce(const Attend& p, u8* shared, Told& told) {
+// Where a tile that is boxes starts; `whole` is false for one that has to be gathered.
+struct Spot {
+    i32 page;
+    u32 slot;
+    bool whole;
+};
+DEVICE Spot spot_of(const Attend& p, const Keys& keys, const Unit& unit, u32 tile) {
+    const u32 key = tile * KEYS;
+    Spot spot{NOWHERE, 0, false};
+    if ((p.flags & MAPPED) && key >= unit.lo && key + KEYS <= unit.to) {
+        const u32 offset = key - keys.kv_offset, page = offset / keys.S;
+        spot.slot = offset - page * keys.S;
+        spot.whole = spot.slot + KEYS <= keys.S;
+        spot.page = keys.pages[page];
+    }
+    return spot;
+}
+// Asks for the blocks of a tile, by one warp, each as soon as there is room.
+DEVICE void ask_boxes(const TensorMap& map, u8* tile, const Spot& spot, Told& told, const Turn& turn) {
+    UNROLL
+    for (u32 i = 0; i < COLUMNS; i++) {
+        const u32 column = column_at(i);
+        Mark* full = &told.full[turn.slot][column % FULLS];
+        mark_wait(&told.empty[turn.slot][column % SHARES], turn.parity ^ 1);
+        if (elected()) {
+            mark_arrive_expecting(full, BLOCK_BYTES);
+            box_3d(tile + column * BLOCK_BYTES, map, i32(column * LANES), i32(spot.slot), spot.page, full);
+        }
+    }
+}
+// The barrier around a tile that the whole group gathers.
+constexpr u32 GATHERED = 1;
+
+// `map` of the latents [pages, slots, lanes] where BOXES is 1, in boxes of 64 slots and 64 lanes, and flags have MAPPED where there is one.
+DEVICE void produce(const Attend& p, const TensorMap* map, u8* shared, Told& told) {
     const u32 thread = thread_x() % GROUP, C = p.Dv, D = p.D;
     const bool aligned = (p.flags & ALIGNED) && C % 8 == 0 && D % 8 == 0;
     const u32 row = thread / PIECE, piece = thread % PIECE;
     const u32 at = row * LANES * 2 + (piece ^ (row % 8)) * 16;
+    // The warp that asks for boxes, known to be a whole one.
+    const bool asks = shfl_idx(thread / 32, 0) == 0;
     Turn turn{0, 0};
     u32 count = 0;
     auto tell = [&](const Unit& unit) {
@@ -144,23 +200,54 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
         }
         put_queries(p, shared + at, nope, pe, aligned);
     };
+    // A tile that is no boxes: an end of what is seen, or what lies in several pages. Threads that had nothing to do with boxes come from
+    // where they were.
+    auto gather = [&](const Keys& keys, const Unit& unit, u32 tile, u8* to) {
+        const Latents latents = latents_at(keys, look_up(keys, unit, tile));
+        if (asks) {
+            UNROLL
+            for (u32 share = 0; share < SHARES; share++) mark_wait(&told.empty[turn.slot][share], turn.parity ^ 1);
+        }
+        named_sync(GATHERED, GROUP);
+        UNROLL
+        for (u32 i = 0; i < TIMES; i++) fetch(to + at, latents, i, D, aligned);
+        cp_async_commit();
+        cp_async_wait<0>();
+        async_fence();
+        named_sync(GATHERED, GROUP);
+        if (thread < FULLS) mark_arrive(&told.full[turn.slot][thread]);
+    };
     walk(p, [&](const Unit& unit) {
         const Keys keys = keys_of<LATENTS>(p, unit.row_index, unit.row, 0, sizeof(Element));
         const u32 begin = unit.tile(), end = unit.tiles();
-        Lookup next = look_up(keys, unit, begin);
+        Lookup next;
+        Spot spot;
+        if (BOXES) spot = spot_of(p, keys, unit, begin);
+        else next = look_up(keys, unit, begin);
         // The first tile goes ahead: the queries' place is free later than a tile's.
         u32 tile = begin;
         NO_UNROLL
         do {
             if (tile < end) {
-                const Latents latents = latents_at(keys, next);
-                next = look_up(keys, unit, tile + 1);
-                UNROLL
-                for (u32 i = 0; i < TIMES; i++) {
-                    if (i % (TIMES / SHARES) == 0) mark_wait(&told.empty[turn.slot][i / (TIMES / SHARES)], turn.parity ^ 1);
-                    fetch(shared + RING_AT + turn.slot * TILE_BYTES + at, latents, i, D, aligned);
+                u8* to = shared + RING_AT + turn.slot * TILE_BYTES;
+                if (BOXES) {
+                    const Spot here = spot;
+                    spot = spot_of(p, keys, unit, tile + 1);
+                    if (here.whole) {
+                        if (asks) ask_boxes(*map, to, here, told, turn);
+                    } else {
+                        gather(keys, unit, tile, to);
+                    }
+                } else {
+                    const Latents latents = latents_at(keys, next);
+                    next = look_up(keys, unit, tile + 1);
+                    UNROLL
+                    for (u32 i = 0; i < TIMES; i++) {
+                        if (i % SHARE_TIMES == 0) mark_wait(&told.empty[turn.slot][i / SHARE_TIMES % SHARES], turn.parity ^ 1);
+                        fetch(to + at, latents, i, D, aligned);
+                    }
+                    announce(&told.full[turn.slot][0], aligned);
                 }
-                announce(&told.full[turn.slot], aligned);
                 turn.next();
             }
             if (tile == begin) {
@@ -187,9 +274,11 @@ DEVICE void start(Told& told, u32 warps) {
     if (thread_x() == 0) {
         UNROLL
         for (u32 slot = 0; slot < STAGES; slot++) {
-            mark_init(&told.full[slot], GROUP);
             UNROLL
-            for (u32 share = 0; share < SHARES; share++) mark_init(&told.empty[slot][share], warps);
+            for (u32 i = 0; i < FULLS; i++) mark_init(&told.full[slot][i], BOXES ? 1 : GROUP);
+            // Of boxes each group gives back its own.
+            UNROLL
+            for (u32 share = 0; share < SHARES; share++) mark_init(&told.empty[slot][share], BOXES ? warps / 2 : warps);
         }
         mark_init(&told.queries, GROUP + 1);
         mark_init(&told.queries_read, warps);

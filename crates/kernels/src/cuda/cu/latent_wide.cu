@@ -11,7 +11,10 @@
 
 constexpr u32 THREADS = 3 * GROUP;
 constexpr u32 HALF = WIDTH / 2, HALF_COLUMNS = HALF / LANES;
-static_assert(ROWS == 64 && SHARES == KEYS / 16, "rows of a product; keys of one");
+static_assert(ROWS == 64 && (BOXES || SHARES == KEYS / 16), "rows of a product; keys of one");
+// Values of a half are multiplied in as many batches, each of which gives back a share of the tile's room. The first group goes over keys,
+// 16 at a time, as their weights are made; blocks of columns are all free at its end. The second has all weights, and goes over blocks.
+constexpr u32 STEPS = KEYS / 16, BATCHES = BOXES ? HALF_COLUMNS : STEPS;
 
 constexpr u32 WEIGHTS_AT = AFTER_RING;
 constexpr u32 FACTORS_AT = WEIGHTS_AT + BLOCK_BYTES;
@@ -34,16 +37,53 @@ DEVICE u64 values_at(const u8* tile, u32 half) {
     return tile_desc(tile + half * HALF_COLUMNS * BLOCK_BYTES, BLOCK_BYTES, EIGHT_ROWS);
 }
 
-// Gives back the room of a tile whose values are being multiplied, share by share, when a batch of products each is done.
-DEVICE void given_back(Mark* shares) {
-    wgmma_wait<3>();
-    released(&shares[0]);
-    wgmma_wait<2>();
-    released(&shares[1]);
-    wgmma_wait<1>();
-    released(&shares[2]);
-    wgmma_wait<0>();
-    released(&shares[3]);
+// Gives back, batch by batch as it is done, what the second group multiplies: the tile's right half, or shares of all of it.
+template <u32 LEFT = BATCHES>
+DEVICE void given_back_right(Told& told, const Turn& turn) {
+    if constexpr (LEFT > 0) {
+        wgmma_wait<LEFT - 1>();
+        released(&told.empty[turn.slot][(BOXES ? HALF_COLUMNS : 0) + BATCHES - LEFT]);
+        given_back_right<LEFT - 1>(told, turn);
+    }
+}
+// The left half of a tile that came in boxes.
+DEVICE void given(Told& told, const Turn& turn) {
+    UNROLL
+    for (u32 i = 0; i < HALF_COLUMNS; i++) released(&told.empty[turn.slot][i % SHARES]);
+}
+// Waits for the first group's values, and gives back what they needed.
+template <u32 LEFT = STEPS>
+DEVICE void given_back(Told& told, const Turn& turn) {
+    if constexpr (BOXES) {
+        wgmma_wait<0>();
+        given(told, turn);
+    } else if constexpr (LEFT > 0) {
+        wgmma_wait<LEFT - 1>();
+        released(&told.empty[turn.slot][STEPS - LEFT]);
+        given_back<LEFT - 1>(told, turn);
+    }
+}
+// Asks for the values of half of a tile, times weights, batch by batch.
+DEVICE void add_values(float (&out)[HALF / 2], const u32 (&packed)[STEPS][4], u64 values) {
+    wgmma_fence();
+    UNROLL
+    for (u32 batch = 0; batch < BATCHES; batch++) {
+        if (BOXES) {
+            // A block of columns; the sums of which lie together.
+            float(&block)[LANES / 2] = reinterpret_cast<float(&)[LANES / 2]>(out[batch % HALF_COLUMNS * (LANES / 2)]);
+            UNROLL
+            for (u32 k = 0; k < STEPS; k++)
+                wgmma_rs<Element, LANES, true>(block, packed[k], after(values, batch * BLOCK_BYTES + k * 2 * EIGHT_ROWS), true);
+        } else {
+            wgmma_rs<Element, HALF, true>(out, packed[batch % STEPS], after(values, batch * 2 * EIGHT_ROWS), true);
+        }
+        wgmma_commit();
+    }
+}
+// Where this lane's row of each pair of 8 x 8 matrices of a group's weights is; pieces are turned by the row.
+DEVICE u8* weights_at(u8* shared, u32 k) {
+    const u32 row = warp() % 4 * 16 + lane() % 16;
+    return shared + WEIGHTS_AT + row * LANES * 2 + ((2 * k + lane() / 16) ^ (row % 8)) * 16;
 }
 
 DEVICE void scaled(float (&sums)[HALF / 2], float upper, float lower) {
@@ -96,28 +136,34 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
     const u32 row = my_row(), t = lane() % 4;
     // Scores grow with what they are made of, but for a scale that is not positive: then they are scaled first.
     const float scale = p.scale * LOG2_E, step = scale > 0.0f ? scale : 1.0f;
-    // Where this lane's row of each pair of 8 x 8 matrices of weights goes; pieces are turned by the row.
-    const u32 weight_row = warp() % 4 * 16 + lane() % 16;
-    u8* weights = shared + WEIGHTS_AT + weight_row * LANES * 2;
     const u64 all_queries = tile_desc(shared, 0, EIGHT_ROWS);
     Turn turn{0, 0};
-    // Asks for a tile's scores in as many batches as it has shares, and calls `asked` behind each.
+    // Asks for a tile's scores in as many batches as it has blocks, and calls `asked` behind each.
     auto ask = [&](float(&scores)[KEYS / 2], auto asked) {
         u64 queries = all_queries;
         pin(queries);
         const u64 keys = tile_desc(shared + RING_AT + turn.slot * TILE_BYTES, 0, EIGHT_ROWS);
-        constexpr u32 STEPS = DEPTH / 16;
         wgmma_fence();
         UNROLL
-        for (u32 share = 0; share < SHARES; share++) {
+        for (u32 i = 0; i < COLUMNS; i++) {
+            const u32 column = column_at(i);
+            if (BOXES) mark_wait(&told.full[turn.slot][column % FULLS], turn.parity);
+            // Behind the lanes of a latent there are none to multiply, where its value is padded further than it.
             UNROLL
-            for (u32 step = share * STEPS / SHARES; step < (share + 1) * STEPS / SHARES; step++) {
-                const u32 bytes = step / 4 * BLOCK_BYTES + step % 4 * 32;
-                wgmma_ss<Element, KEYS, false, false>(scores, after(queries, bytes), after(keys, bytes), step != 0);
+            for (u32 step = 0; step < (column < DEPTH / LANES ? LANES / 16 : 0); step++) {
+                const u32 bytes = column * BLOCK_BYTES + step * 32;
+                wgmma_ss<Element, KEYS, false, false>(scores, after(queries, bytes), after(keys, bytes), i + step != 0);
             }
             wgmma_commit();
-            asked(share);
+            asked(i);
         }
+    };
+    // Waits for them, and gives back what scores alone need.
+    auto settle = [&](float(&scores)[KEYS / 2]) {
+        wgmma_wait<0>();
+        pin(scores);
+        UNROLL
+        for (u32 column = VALUES; BOXES && column < COLUMNS; column++) released(&told.empty[turn.slot][column % SHARES]);
     };
     each_told(told, [&](const Unit& unit) {
         float out[HALF / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
@@ -129,11 +175,12 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
         if (begin >= end) released(&told.queries_read);
         float scores[KEYS / 2];
         if (begin < end) {
-            mark_wait(&told.full[turn.slot], turn.parity);
+            if (!BOXES) mark_wait(&told.full[turn.slot][0], turn.parity);
+            // Of queries too.
             async_fence();
             ask(scores, [](u32) {});
-            wgmma_wait<0>();
-            pin(scores);
+            settle(scores);
+            if (begin + 1 >= end) released(&told.queries_read);
         }
         NO_UNROLL
         for (u32 tile = begin; tile < end; tile++) {
@@ -149,56 +196,59 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
                     if (key < lo || key >= limits[i / 2 % 2]) scores[i] = -infinity();
                 }
             }
-            float alpha[2];
-            weigh(scores, step, top, sum, alpha);
-            u32 packed[KEYS / 16][4];
+            float alpha[2], reference[2], now[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+            stand(scores, step, top, alpha, reference);
+            scaled(out, alpha[0], alpha[1]);
+            mark_wait(&handed.free, turns % 2 ^ 1);
+            // Weights of 16 keys at a time, so that the first values are multiplied while the others are made.
+            const u64 values = values_at(latents, 0);
+            u32 packed[STEPS][4];
+            pin(out);
             UNROLL
-            for (u32 k = 0; k < KEYS / 16; k++)
+            for (u32 k = 0; k < STEPS; k++) {
+                weigh_some(scores, k, step, reference, now);
                 UNROLL
                 for (u32 i = 0; i < 4; i++) packed[k][i] = pack<Element>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
-
-            mark_wait(&handed.free, turns % 2 ^ 1);
-            UNROLL
-            for (u32 k = 0; k < KEYS / 16; k++)
-                stmatrix_x4(weights + ((2 * k + lane() / 16) ^ (weight_row % 8)) * 16, packed[k]);
-            if (t == 0) factors[row] = alpha[0], factors[row + 8] = alpha[1];
-            async_fence();
-            mark_arrive(&handed.there);
-            turns++;
-
-            scaled(out, alpha[0], alpha[1]);
-            const u64 values = values_at(latents, 0);
-            pin(out);
-            wgmma_fence();
-            // A step is a share of the tile's keys.
-            UNROLL
-            for (u32 k = 0; k < SHARES; k++) {
+                wgmma_fence();
                 wgmma_rs<Element, HALF, true>(out, packed[k], after(values, k * 2 * EIGHT_ROWS), true);
                 wgmma_commit();
+                stmatrix_x4(weights_at(shared, k), packed[k]);
             }
-            Mark* done = told.empty[turn.slot];
+            if (t == 0) factors[row] = alpha[0], factors[row + 8] = alpha[1];
+            mark_arrive(&handed.there);
+            turns++;
+            add_weights(sum, alpha, now);
+
+            const Turn done = turn;
             turn.next();
             if (tile + 1 < end) {
-                // Scores of the next tile are asked for behind this one's values; where it has not come yet, this one's room is not to
-                // wait for it.
-                const bool there = warp_all(mark_passed(&told.full[turn.slot], turn.parity));
-                if (!there) {
-                    given_back(done);
-                    pin(out);
-                    mark_wait(&told.full[turn.slot], turn.parity);
+                // Scores of the next tile are asked for behind this one's values. Where what is gathered has not come yet, this one's room is
+                // not to wait for it; boxes come one by one.
+                const bool there = BOXES || warp_all(mark_passed(&told.full[turn.slot][0], turn.parity));
+                if (!BOXES) {
+                    if (!there) given_back(told, done);
+                    mark_wait(&told.full[turn.slot][0], turn.parity);
+                    async_fence();
                 }
-                async_fence();
-                ask(scores, [&](u32 share) {
-                    wgmma_wait<SHARES>();
-                    if (there) released(&done[share]);
+                ask(scores, [&](u32 i) {
+                    // So many batches of values are under way still, and i + 1 of scores.
+                    if (BOXES && i == 0) {
+                        wgmma_wait<1>();
+                        given(told, done);
+                    } else if (!BOXES && i < STEPS) {
+                        wgmma_wait<STEPS>();
+                        if (there) released(&told.empty[done.slot][i % SHARES]);
+                    }
                 });
                 pin(out);
-                wgmma_wait<0>();
-                pin(scores);
+                settle(scores);
+                UNROLL
+                for (u32 i = COLUMNS; !BOXES && i < STEPS; i++)
+                    if (there) released(&told.empty[done.slot][i % SHARES]);
+                if (tile + 2 >= end) released(&told.queries_read);
             } else {
-                given_back(done);
+                given_back(told, done);
                 pin(out);
-                released(&told.queries_read);
             }
         }
 
@@ -215,7 +265,6 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
 DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
     const float* factors = reinterpret_cast<const float*>(shared + FACTORS_AT);
     const u32 row = my_row();
-    const u64 weights = tile_desc(shared + WEIGHTS_AT, 0, EIGHT_ROWS);
     Turn turn{0, 0};
     Handed& handed = handed_of(shared);
     u32 turns = 0;
@@ -228,22 +277,22 @@ DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
         NO_UNROLL
         for (u32 tile = begin; tile < end; tile++) {
             const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
-            mark_wait(&told.full[turn.slot], turn.parity);
-            mark_wait(&handed.there, turns % 2);
-            async_fence();
-            scaled(out, factors[row], factors[row + 8]);
-            const u64 values = values_at(latents, 1);
-            pin(out);
-            wgmma_fence();
+            if (!BOXES) mark_wait(&told.full[turn.slot][0], turn.parity);
             UNROLL
-            for (u32 k = 0; k < SHARES; k++) {
-                wgmma_ss<Element, HALF, false, true>(out, after(weights, k * 32), after(values, k * 2 * EIGHT_ROWS), true);
-                wgmma_commit();
-            }
-            given_back(told.empty[turn.slot]);
-            pin(out);
+            for (u32 i = 0; BOXES && i < HALF_COLUMNS; i++) mark_wait(&told.full[turn.slot][(HALF_COLUMNS + i) % FULLS], turn.parity);
+            mark_wait(&handed.there, turns % 2);
+            u32 packed[STEPS][4];
+            UNROLL
+            for (u32 k = 0; k < STEPS; k++) ldmatrix_x4(packed[k], weights_at(shared, k));
+            const float alpha[2] = {factors[row], factors[row + 8]};
             mark_arrive(&handed.free);
             turns++;
+            if (!BOXES) async_fence();
+            scaled(out, alpha[0], alpha[1]);
+            pin(out);
+            add_values(out, packed, values_at(latents, 1));
+            given_back_right(told, turn);
+            pin(out);
             turn.next();
         }
         mark_wait(&handed.there, turns % 2);
@@ -254,8 +303,21 @@ DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
     });
 }
 
-MSTAR_KERNEL(latent_wide, Attend, THREADS, 1) {
+#if BOXES
+typedef AttendMapped Params;
+#else
+typedef Attend Params;
+#endif
+
+MSTAR_KERNEL(latent_wide, Params, THREADS, 1) {
     SHARED(shared);
+#if BOXES
+    const Attend& call = p.attend;
+    const TensorMap* map = &p.map;
+#else
+    const Attend& call = p;
+    const TensorMap* map = nullptr;
+#endif
     Told& told = *reinterpret_cast<Told*>(shared + TOLD_AT);
     if (thread_x() == 0) {
         Handed& handed = handed_of(shared);
@@ -266,13 +328,13 @@ MSTAR_KERNEL(latent_wide, Attend, THREADS, 1) {
     const u32 group = group_index();
     if (group == 2) {
         registers_fewer<72>();
-        produce(p, shared, told);
-        leave_empties<Element>(p, warp() % 4, 4);
+        produce(call, map, shared, told);
+        leave_empties<Element>(call, warp() % 4, 4);
     } else if (group == 0) {
         registers_more<216>();
-        consume_first(p, shared, told);
+        consume_first(call, shared, told);
     } else {
         registers_more<216>();
-        consume_second(p, shared, told);
+        consume_second(call, shared, told);
     }
 }

@@ -136,6 +136,8 @@ constexpr u32 PER_HEAD = 2;
 constexpr u32 PREFIX_PAGES = 4;
 // Bases and outer strides of q, q_pe, keys, values and prefixes are multiples of 16 bytes.
 constexpr u32 ALIGNED = 8;
+// The kernel has a map of the keys.
+constexpr u32 MAPPED = 16;
 
 constexpr u32 ALL = 0, FEW = 1, MANY = 2;
 struct Span {

@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -69,7 +70,8 @@ struct Pending {
 struct Late {
     std::vector<Copy> copies;
     void* mark;
-    void (*arrive)(void*);
+    void (*arrive)(void*, u32 bytes);
+    u32 bytes;
 };
 
 struct Fiber {
@@ -101,6 +103,7 @@ struct Block {
     u32 shared_bytes;
     std::vector<Late> late;
     u32 registers[32], free, given;  // of each warp's threads; nobody's; how often some were given away
+    std::map<void*, i64> owed;  // bytes that marks were promised and that have not landed
     Fiber* fibers;
     Exchange* warps;
     Barrier barriers[16];
@@ -205,9 +208,12 @@ struct Grid {
             Late late = std::move(b.late.front());
             b.late.erase(b.late.begin());
             land(late.copies);
-            late.arrive(late.mark);
+            late.arrive(late.mark, late.bytes);
         }
         if (!b.late.empty()) fail("a block ended with copies under way that a mark stands for");
+        for (auto& owed : b.owed) {
+            if (owed.second) fail("a block ended with bytes that a mark was promised, or that none was");
+        }
     }
 
     static constexpr size_t STACK = 256 << 10;
@@ -277,7 +283,7 @@ static inline void barrier_arrive(u32 id, u32 count) {
     }
 }
 
-enum : u32 { XOR, IDX, UP, BALLOT, MATCH, ADD, MAX, SYNC, LDMATRIX, MMA, PRODUCT, STMATRIX, TRANSPOSE };
+enum : u32 { XOR, IDX, UP, BALLOT, MATCH, ADD, MAX, SYNC, LDMATRIX, MMA, PRODUCT, STMATRIX, TRANSPOSE, ELECT };
 
 template <class T>
 static inline u32 word(T v) {

@@ -17,12 +17,68 @@ static inline Phase* phase_of(Mark* mark) {
     if (phase->phase >> 24 != MARKED >> 24) fail("a mark that was not made");
     return phase;
 }
-static inline void arrive(void* mark) {
+// Whether all of a phase has come: arrivals, and the bytes that were promised.
+static inline void settle(Phase* phase) {
+    if (phase->missing || now->block->owed[phase]) return;
+    phase->missing = phase->count;
+    phase->phase++;
+}
+static inline void arrive(void* mark, u32) {
     Phase* phase = phase_of(static_cast<Mark*>(mark));
-    if (--phase->missing == 0) {
-        phase->missing = phase->count;
-        phase->phase++;
+    if (phase->missing == 0) fail("an arrival too many: a mark waits for bytes alone");
+    phase->missing--;
+    settle(phase);
+}
+static inline void landed(void* mark, u32 bytes) {
+    Phase* phase = phase_of(static_cast<Mark*>(mark));
+    now->block->owed[phase] -= bytes;
+    settle(phase);
+}
+
+// A map, as api/emulated/map.rs encodes it.
+struct Map {
+    u32 marked;
+    u8 size, axes, swizzled, rest;
+    u64 at, extent[5], stride[4];
+    u32 boxed[6];
+    u64 more[2];
+};
+static_assert(sizeof(Map) == sizeof(TensorMap), "as encoded");
+
+// The box of a map whose corner is `corner`, innermost first: on its way from here on.
+static inline void box(void* to, const TensorMap& encoded, const i32* corner, u32 axes, Mark* mark) {
+    Map map;
+    std::memcpy(&map, &encoded, sizeof map);
+    if (map.marked != 0x4d617073) fail("a tensor map that was not encoded");
+    if (reinterpret_cast<size_t>(&encoded) % 64) fail("a tensor map lies on 64 bytes");
+    if (map.axes != axes) fail("a box of another number of axes than its map");
+    const u32 row = map.boxed[0] * map.size, offset = u32(static_cast<u8*>(to) - now->block->shared);
+    if (offset % (map.swizzled ? 1024 : 128)) fail("a box lands on 128 bytes, on 1024 where its pieces are permuted");
+    u32 rows = 1;
+    for (u32 a = 1; a < axes; a++) rows *= map.boxed[a];
+    if (offset + row * rows > now->block->shared_bytes) fail("a box lands beyond shared memory");
+    std::vector<Copy> copies;
+    for (u32 r = 0; r < rows; r++) {
+        u64 at = map.at;
+        bool inside = true;
+        for (u32 a = 1, left = r; a < axes; left /= map.boxed[a], a++) {
+            const i64 along = i64(corner[a]) + left % map.boxed[a];
+            inside = inside && along >= 0 && along < i64(map.extent[a]);
+            at += u64(along) * map.stride[a - 1];
+        }
+        for (u32 byte = 0, step; byte < row; byte += step) {
+            const i64 x = i64(corner[0]) + byte / map.size, end = i64(map.extent[0]);
+            // A piece at once where all of it is there, or nothing.
+            const bool first = inside && x >= 0 && x < end, last = inside && x + 16 / map.size - 1 >= 0 && x + 16 / map.size <= end;
+            step = byte % 16 == 0 && first == last ? 16 : map.size;
+            u32 place = r * row + byte;
+            if (map.swizzled) place = r * 128 + ((byte / 16) ^ (offset / 128 + r) % 8) * 16 + byte % 16;
+            u8* lane = static_cast<u8*>(to) + place;
+            std::memset(lane, 0xff, step);
+            copies.push_back({lane, first ? reinterpret_cast<const void*>(at + u64(x) * map.size) : nullptr, step});
+        }
     }
+    now->block->late.push_back({std::move(copies), mark, &landed, row * rows});
 }
 
 template <class T>
@@ -125,7 +181,25 @@ DEVICE void mark_init(Mark* mark, u32 count) {
     std::memcpy(mark, &phase, sizeof phase);
 }
 DEVICE void marks_ready() {}
-DEVICE void mark_arrive(Mark* mark) { emulated::arrive(mark); }
+DEVICE void mark_arrive(Mark* mark) { emulated::arrive(mark, 0); }
+DEVICE void mark_arrive_expecting(Mark* mark, u32 bytes) {
+    emulated::phase_of(mark);
+    emulated::now->block->owed[mark] += bytes;
+    emulated::arrive(mark, 0);
+}
+DEVICE void box_2d(void* to, const TensorMap& map, i32 x, i32 y, Mark* mark) {
+    const i32 corner[2] = {x, y};
+    emulated::box(to, map, corner, 2, mark);
+}
+DEVICE void box_3d(void* to, const TensorMap& map, i32 x, i32 y, i32 z, Mark* mark) {
+    const i32 corner[3] = {x, y, z};
+    emulated::box(to, map, corner, 3, mark);
+}
+DEVICE void prefetch_map(const TensorMap&) {}
+DEVICE bool elected() {
+    emulated::exchange(emulated::ELECT, nullptr, 0);
+    return thread_x() % 32 == 0;
+}
 DEVICE void mark_arrive_after_copies(Mark* mark) {
     emulated::phase_of(mark);
     emulated::Fiber* self = emulated::now;
@@ -133,7 +207,7 @@ DEVICE void mark_arrive_after_copies(Mark* mark) {
     for (auto& group : self->groups) copies.insert(copies.end(), group.begin(), group.end());
     copies.insert(copies.end(), self->open.begin(), self->open.end());
     self->groups.clear(), self->open.clear();
-    self->block->late.push_back({std::move(copies), mark, &emulated::arrive});
+    self->block->late.push_back({std::move(copies), mark, &emulated::arrive, 0});
 }
 DEVICE void mark_wait(Mark* mark, u32 parity) {
     emulated::Phase* phase = emulated::phase_of(mark);

@@ -2,12 +2,13 @@
 
 use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
+use crate::cuda::tensor_map::{Boxes, Swizzle, TensorMap};
 use crate::paged::{
     LATENT_FEW_HEADS, LATENT_LANES, LATENT_TREE_HEADS, Stored, Target, latents_by_tasks, latents_in_codes,
     latents_in_tensors,
 };
 use crate::work::{Item, WorkList};
-use crate::{Kernels, paged};
+use crate::{Kernels, TensorRef, paged};
 
 use super::Choice;
 use super::params::{Walk, number};
@@ -42,20 +43,40 @@ pub(super) fn choose(work: &WorkList, walk: Walk, context: &Context) -> Option<C
         kernels == Kernels::Wgmma || geometry.num_qo_heads > LATENT_FEW_HEADS || latents_in_codes(geometry);
     if kernels != Kernels::Mma
         && cut
-        && let Some(choice) = hopper(geometry, walk, largest, most, context)
+        && let Some(choice) = hopper(geometry, walk, largest, most, in_boxes(geometry), context)
     {
         return Some(choice);
     }
     variant(Key::new(Unit::LATENT, "latent_attend"), geometry, largest, most, context)
 }
 
+/// Whether tiles of the Hopper's kernel for many heads come as boxes: pages are whole tiles, and several blocks read each, so that
+/// products bind. Where bytes do, latents that are asked for row by row come faster.
+fn in_boxes(geometry: &paged::Geometry) -> bool {
+    geometry.page_size.is_multiple_of(BOX as usize) && geometry.num_qo_heads > LATENT_LANES
+}
+/// Latents and lanes of a box.
+const BOX: u32 = 64;
+
+/// Whether a kernel asks for boxes, and so takes a map of the latents.
+pub(super) fn takes_a_map(key: &Key) -> bool {
+    key.defines.as_slice().contains(&("BOXES", 1))
+}
+
+/// The map of latents [P, S, C + E] for such a kernel, where there can be one: where there is none, it gathers.
+pub(super) fn map(latents: &TensorRef<'_>, context: &Context) -> Option<TensorMap> {
+    let boxes = Boxes::of(latents, &[1, BOX, BOX], Swizzle::B128).ok()?;
+    boxes.map(context).ok()
+}
+
 /// The Hopper's kernel for items of mostly up to `usual` query vectors, at most `most`; `None` on another card, and for what there
-/// is none for.
+/// is none for. `boxes`: as `in_boxes` says.
 pub(super) fn hopper(
     geometry: &paged::Geometry,
     walk: Walk,
     usual: usize,
     most: usize,
+    boxes: bool,
     context: &Context,
 ) -> Option<Choice> {
     if context.is_hopper() && latents_in_codes(geometry) {
@@ -73,8 +94,10 @@ pub(super) fn hopper(
         (true, _) => (Unit::LATENT_FEW, "latent_few", 32),
         _ => (Unit::LATENT_WIDE, "latent_wide", 64),
     };
+    let boxes = boxes && rows == 64;
     let all = context.shared_per_block_optin() as usize;
-    let stages = (2..=4).rev().find(|&stages| hopper_shared(rows, depth, width, stages) <= all)?;
+    let shared = |stages| hopper_shared(rows, depth, width, stages, boxes);
+    let stages = (2..=4).rev().find(|&stages| shared(stages) <= all)?;
     let sure = geometry.num_qo_heads.div_ceil(rows);
     let key = Key::new(unit, entry)
         .with("Q_TYPE", number(geometry.q_dtype))
@@ -83,7 +106,8 @@ pub(super) fn hopper(
         .with("WIDTH", width as i64)
         .with("STAGES", stages as i64)
         .with("PIECES", most.div_ceil(rows).next_multiple_of(sure) as i64);
-    Some(Choice { key, threads: HOPPER_THREADS, shared: hopper_shared(rows, depth, width, stages) as u32 })
+    let key = if boxes { key.with("BOXES", 1) } else { key };
+    Some(Choice { key, threads: HOPPER_THREADS, shared: shared(stages) as u32 })
 }
 
 /// The Hopper's kernel over latents in e4m3, which has 64 query vectors a block whatever the heads.
@@ -106,13 +130,13 @@ fn codes(geometry: &paged::Geometry, most: usize, context: &Context) -> Option<C
 
 /// As `SHARED_BYTES` in `cu/latent_few.cu`, or `cu/latent_wide.cu` for 64 rows: queries, tiles, weights, what groups tell each other,
 /// marks, and units.
-fn hopper_shared(rows: usize, depth: usize, width: usize, stages: usize) -> usize {
+fn hopper_shared(rows: usize, depth: usize, width: usize, stages: usize, boxes: bool) -> usize {
     const KEYS: usize = 64;
     let (queries, weights) = (rows * depth * 2, rows * KEYS * 2);
     if rows == 64 {
         let tile = depth.max(width) * KEYS * 2;
-        // Of each tile that it is there, and that each of four shares of its room is free; two of units.
-        let marks = 5 * stages + 2;
+        // Of each tile that it is there, and that each of four shares of its room is free, or both of each of its blocks; two of units.
+        let marks = stages * if boxes { 2 * depth.max(width) / 64 } else { 5 } + 2;
         return queries + stages * tile + weights + rows * 4 + 2 * 8 + marks * 8 + 2 * 128;
     }
     // Of what lies behind the values of a tile there is one less, and the weights lie there.

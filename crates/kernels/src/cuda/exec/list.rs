@@ -13,7 +13,7 @@ use crate::work::WorkList;
 use crate::{Device, Error, Result, Stream, TensorMut, TensorRef};
 
 use super::image::Layout;
-use super::params::{ALIGNED, Attend, CAUSAL, PER_HEAD, PREFIX_PAGES, Place, View, Walk};
+use super::params::{ALIGNED, Attend, AttendMapped, CAUSAL, MAPPED, PER_HEAD, PREFIX_PAGES, Place, View, Walk};
 use super::tickets::Tickets;
 use super::{Choice, heads, latents, merge, mods, plain};
 
@@ -123,18 +123,22 @@ impl Ready {
     }
 
     /// Launches so many blocks; `next` of a call's earlier kernels, of which it says then that there is one.
-    fn launch(&self, stream: &Stream, params: &Attend, blocks: u32, next: &mut bool) -> Result<()> {
+    fn launch(&self, stream: &Stream, params: &AttendMapped, blocks: u32, next: &mut bool) -> Result<()> {
         if blocks == 0 {
             return Ok(());
         }
         let how = Launch { grid: [blocks, 1, 1], block: self.threads, shared: self.shared };
-        let params = Attend { walk: self.walk, ..*params };
-        // SAFETY: the kernel takes an `Attend`, whose addresses `attend` checked: tensors of the list's shapes on this device, an
-        // image that is in range because the list is, and a workspace with room for its states.
+        let attend = Attend { walk: self.walk, ..params.attend };
+        let mapped = latents::takes_a_map(&self.key);
+        let params = AttendMapped { attend, ..*params };
+        // SAFETY: the kernel takes an `Attend`, or that and a map, whose addresses `attend` checked: tensors of the list's shapes on this
+        // device, an image that is in range because the list is, and a workspace with room for its states.
         unsafe {
-            match std::mem::replace(next, true) {
-                true => launch_next(&self.function, stream, how, &params),
-                false => launch(&self.function, stream, how, &params),
+            match (std::mem::replace(next, true), mapped) {
+                (true, true) => launch_next(&self.function, stream, how, &params),
+                (true, false) => launch_next(&self.function, stream, how, &params.attend),
+                (false, true) => launch(&self.function, stream, how, &params),
+                (false, false) => launch(&self.function, stream, how, &params.attend),
             }
         }
     }
@@ -378,23 +382,31 @@ pub(crate) fn attend(
     {
         return refuse("the list was staged with other mods; stage it with those of the call");
     }
-    let mut params = parameters(call, numbers);
-    params.image = on.image.address() as u64;
-    params.partials = (workspace.as_mut_ptr() as u64).next_multiple_of(64);
+    let mut attend = parameters(call, numbers);
+    attend.image = on.image.address() as u64;
+    attend.partials = (workspace.as_mut_ptr() as u64).next_multiple_of(64);
     let tasks = on.few.as_ref().is_some_and(|few| heads::takes_tasks(&few.key));
     if tasks {
-        params.tickets = on.tickets.of(params.partials);
+        attend.tickets = on.tickets.of(attend.partials);
     }
-    let (mut next, alone) = (false, on.empties && (params.tickets != 0 || !tasks));
+    let mut params = AttendMapped { attend, ..AttendMapped::default() };
+    if [&on.few, &on.many].into_iter().flatten().any(|ready| latents::takes_a_map(&ready.key))
+        && let Some(map) = latents::map(&call.k, Context::of(stream.device())?)
+    {
+        params.map = map;
+        params.attend.flags |= MAPPED;
+    }
+    let (mut next, alone) = (false, on.empties && (attend.tickets != 0 || !tasks));
     if let Some(few) = &on.few {
-        few.launch(stream, &Attend { empties: alone.into(), ..params }, few.blocks, &mut next)?;
+        let attend = Attend { empties: alone.into(), ..params.attend };
+        few.launch(stream, &AttendMapped { attend, ..params }, few.blocks, &mut next)?;
     }
     if let Some(many) = &on.many {
         many.launch(stream, &params, many.blocks, &mut next)?;
     }
     match &on.merge {
         Some(_) if alone => Ok(()),
-        Some(merge) if params.tickets != 0 => merge.launch(stream, &params, on.open_blocks, &mut next),
+        Some(merge) if attend.tickets != 0 => merge.launch(stream, &params, on.open_blocks, &mut next),
         Some(merge) => merge.launch(stream, &params, merge.blocks, &mut next),
         None => Ok(()),
     }

@@ -3,6 +3,7 @@
 use bytemuck::{Pod, Zeroable};
 
 use crate::cpu::paged::Out;
+use crate::cuda::tensor_map::TensorMap;
 use crate::{DType, TensorRef};
 
 /// A tensor whose innermost axis is contiguous.
@@ -127,9 +128,22 @@ pub(crate) const PER_HEAD: u32 = 2;
 pub(crate) const PREFIX_PAGES: u32 = 4;
 /// Everything read starts on 16 bytes.
 pub(crate) const ALIGNED: u32 = 8;
+/// There is a map of the keys.
+pub(crate) const MAPPED: u32 = 16;
+
+/// One layer over a list, for a kernel that asks for boxes.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+pub(crate) struct AttendMapped {
+    pub(crate) attend: Attend,
+    pub(crate) reserved: [u64; 5],
+    /// Of the latents [P, S, C + E].
+    pub(crate) map: TensorMap,
+}
 
 const _: () = {
-    // `cu/list.cuh` asserts the same numbers.
+    // `cu/latent_ring.cuh` asserts the same number, and `cu/list.cuh` those below.
+    assert!(size_of::<AttendMapped>() == 704);
     assert!(size_of::<View>() == 32 && size_of::<Place>() == 56 && size_of::<Attend>() == 536);
 };
 

@@ -219,7 +219,7 @@ fn choose(geometry: &Geometry, kernels: Kernels, context: &Context) -> Kinds {
     let list = match kernels.settled() {
         Kernels::Mma => None,
         Kernels::Auto | Kernels::Wgmma => {
-            latents::hopper(&geometry.one_head(), Walk::Few, heads, heads, context)
+            latents::hopper(&geometry.one_head(), Walk::Few, heads, heads, false, context)
         }
     };
     Kinds { picks, over, list }

@@ -112,7 +112,7 @@ struct Params {
     d: u64,
 }
 
-fn is_hopper(test: &str) -> bool {
+pub(super) fn is_hopper(test: &str) -> bool {
     let hopper = context().is_some_and(|context| context.arch().0 == 9);
     if !hopper {
         println!("SKIPPED {test}: there is no Hopper");

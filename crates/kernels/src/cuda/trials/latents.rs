@@ -16,12 +16,14 @@ pub(super) struct OverLatents {
     pub(super) c: usize,
     pub(super) e: usize,
     pub(super) page: usize,
+    /// Positions before the first page that is listed.
+    pub(super) offset: usize,
     pub(super) kernels: Kernels,
 }
 
 impl OverLatents {
     pub(super) fn narrow() -> OverLatents {
-        OverLatents { h: 6, c: 48, e: 16, page: 16, kernels: Kernels::Auto }
+        OverLatents { h: 6, c: 48, e: 16, page: 16, offset: 0, kernels: Kernels::Auto }
     }
 
     pub(super) fn geometry(&self, dtype: DType) -> Geometry {
@@ -68,7 +70,7 @@ impl Family for OverLatents {
     }
 
     fn run(&self, stream: &Stream, set: &Setting, rows: &[Row]) -> Vec<Bits> {
-        let OverLatents { h, c, e, page, kernels } = *self;
+        let OverLatents { h, c, e, page, offset, kernels } = *self;
         let (geometry, dtype, junk) = (self.geometry(set.dtype), set.dtype, set.junk);
         let variant = Variant { sm_scale: 0.13, causal: true };
         let batches = set.batches(rows);
@@ -86,11 +88,13 @@ impl Family for OverLatents {
         for rows in batches {
             let pages = Pages::of(rows, |row| row.kv, page, set.place);
             let (qo, last) = (indptr(rows, |row| row.q), pages.last(rows));
+            let offsets = vec![offset as i64; rows.len()];
             let table = PageTable {
                 qo_indptr: &qo,
                 kv_indptr: &pages.indptr,
                 kv_indices: &pages.indices,
                 kv_last_page_len: &last,
+                kv_offset: Some(&offsets),
                 num_pages: pages.pool,
                 ..PageTable::default()
             };
@@ -165,6 +169,27 @@ fn an_item_of_many_leaves_has_the_bits_of_several_items() {
     let apart = run(1, 16);
     for (level, page) in [(3, 64), (4, 16), (5, 128)] {
         assert_eq!(apart, run(level, page), "{} leaves an item, pages of {page}", 1 << level);
+    }
+}
+
+/// Where pages are whole tiles, tiles come as boxes, but for the ends of rows and where none lies in one page: the bits are the same.
+#[test]
+fn tiles_in_boxes_have_the_bits_of_tiles_that_are_gathered() {
+    let Some(owned) = stream("tiles_in_boxes") else { return };
+    let company = [(1, 700), (2, 257), (3, 64), (1, 7), (1, 0)];
+    let company: Vec<Row> = company.into_iter().zip(0..).map(|((q, kv), id)| row(id, q, kv)).collect();
+    // A latent narrower than its blocks, and one whose value is; more than a block's query vectors.
+    for (h, c, e, dtype) in [(66, 80, 16, DType::F16), (70, 128, 64, DType::Bf16)] {
+        for offset in [0, 672] {
+            let run = |page: usize| {
+                let family = OverLatents { h, c, e, page, offset, ..OverLatents::narrow() };
+                family.run(&owned.stream(), &Setting::of(dtype), &company)
+            };
+            let gathered = run(16);
+            for page in [64, 192] {
+                assert_eq!(gathered, run(page), "{h} heads, pages of {page} from position {offset} on");
+            }
+        }
     }
 }
 

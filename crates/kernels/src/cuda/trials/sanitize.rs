@@ -131,13 +131,15 @@ fn blocks(runner: &Runner) {
 }
 
 fn latents(runner: &Runner) {
-    let of = |h, c, e| OverLatents { h, c, e, page: 16, kernels: Kernels::Auto };
+    let of = |h, c, e| OverLatents { h, c, e, page: 16, offset: 0, kernels: Kernels::Auto };
     let mma = |h, c, e| OverLatents { kernels: Kernels::Mma, ..of(h, c, e) };
     for (dtype, family, shared) in [
         (F32, of(2, 512, 64), HOPPER),
         (BF16, of(16, 512, 64), HOPPER),
         (F16, of(32, 512, 64), HOPPER),
         (BF16, of(128, 512, 64), HOPPER),
+        (BF16, OverLatents { page: 64, ..of(128, 512, 64) }, HOPPER),
+        (F16, OverLatents { page: 64, ..of(64, 256, 64) }, HOPPER),
         (F16, of(64, 512, 0), HOPPER),
         (F16, of(8, 48, 16), HOPPER),
         (BF16, mma(16, 512, 64), HOPPER),

@@ -8,6 +8,7 @@
 //! Who waits for a stream runs that stream and what it waits for, and no other: what relies on an order that no event asks for is
 //! wrong here too. Memory of the pool is poisoned when it is handed out and when it was given back.
 
+mod map;
 mod memory;
 mod queue;
 mod state;
@@ -23,6 +24,7 @@ use self::queue::{Item, Next, Numbers};
 use self::state::{Capture, EventState, State, pass};
 use self::work::{Entry, Kernel, Work};
 use super::{Api, Begin, Called, Failed, FunctionAttributes, Handle, Image, Launch, Properties, Way};
+use crate::cuda::tensor_map::{Boxes, TensorMap};
 
 const INVALID_VALUE: i32 = 1;
 const INVALID_IMAGE: i32 = 200;
@@ -508,6 +510,10 @@ impl Api for Emulated {
             return fail(CALL, INVALID_VALUE);
         }
         Ok(u32::from(block <= MOST_THREADS && shared <= kernel.shared))
+    }
+
+    fn encode_map(&self, boxes: &Boxes) -> Called<TensorMap> {
+        Ok(map::encode(boxes))
     }
 
     unsafe fn launch(
