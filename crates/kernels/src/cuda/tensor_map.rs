@@ -21,7 +21,10 @@ pub(crate) const MOST_AXES: usize = 5;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Swizzle {
     /// As they are in memory.
-    #[allow(dead_code, reason = "a kind that a map may have; the emulated device knows it, and tests ask for it")]
+    #[allow(
+        dead_code,
+        reason = "a kind that a map may have; the emulated device knows it, and tests ask for it"
+    )]
     None,
     /// Within every 8 rows of 128 bytes, as operands of products lie.
     B128,
@@ -51,9 +54,8 @@ impl Boxes {
     /// stride of 2^40 bytes, a side of a box that is 0 or more than 256 elements, or rows of a box that are no multiple of 16 bytes or, where
     /// they are permuted, more than 128.
     pub(crate) fn of(tensor: &TensorRef<'_>, boxed: &[u32], swizzle: Swizzle) -> Result<Boxes> {
-        let refuse = |why: &str, got: String| {
-            Err(Error::Parameter { name: "tensor map", why: why.into(), got })
-        };
+        let refuse =
+            |why: &str, got: String| Err(Error::Parameter { name: "tensor map", why: why.into(), got });
         let (shape, strides) = (tensor.shape(), tensor.strides());
         let axes = shape.len();
         if !(1..=MOST_AXES).contains(&axes) || boxed.len() != axes {
@@ -81,7 +83,10 @@ impl Boxes {
                 return refuse("an axis has 1 to 2^32 elements", format!("{extent} along axis {from}"));
             }
             if !(1..=256).contains(&side) {
-                return refuse("a box has 1 to 256 elements along an axis", format!("{side} along axis {from}"));
+                return refuse(
+                    "a box has 1 to 256 elements along an axis",
+                    format!("{side} along axis {from}"),
+                );
             }
             (made.extent[to], made.boxed[to]) = (extent, side);
             if to == 0 {
@@ -91,13 +96,19 @@ impl Boxes {
             let row = (made.extent[0] * size).next_multiple_of(16);
             let stride = if extent > 1 { strides[from] as u64 * size } else { row };
             if !stride.is_multiple_of(16) || stride >= 1 << 40 || stride == 0 {
-                return refuse("strides are multiples of 16 bytes below 2^40", format!("{stride} along axis {from}"));
+                return refuse(
+                    "strides are multiples of 16 bytes below 2^40",
+                    format!("{stride} along axis {from}"),
+                );
             }
             made.stride[to] = stride;
         }
         let row = u64::from(made.boxed[0]) * size;
         if !row.is_multiple_of(16) || swizzle == Swizzle::B128 && row > 128 {
-            return refuse("a box's rows are multiples of 16 bytes, at most 128 where permuted", format!("{row}"));
+            return refuse(
+                "a box's rows are multiples of 16 bytes, at most 128 where permuted",
+                format!("{row}"),
+            );
         }
         Ok(made)
     }

@@ -13,7 +13,9 @@ use crate::work::WorkList;
 use crate::{Device, Error, Result, Stream, TensorMut, TensorRef};
 
 use super::image::Layout;
-use super::params::{ALIGNED, Attend, AttendMapped, CAUSAL, MAPPED, PER_HEAD, PREFIX_PAGES, Place, View, Walk};
+use super::params::{
+    ALIGNED, Attend, AttendMapped, CAUSAL, MAPPED, PER_HEAD, PREFIX_PAGES, Place, View, Walk,
+};
 use super::tickets::Tickets;
 use super::{Choice, heads, latents, merge, mods, plain};
 

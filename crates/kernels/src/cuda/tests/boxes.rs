@@ -62,20 +62,27 @@ fn numbers(count: usize) -> Vec<u16> {
 fn check(shape: &[usize], strides: &[usize], boxed: &[u32], swizzle: Swizzle, corners: [[i32; 3]; 4]) {
     let (context, owned) = (context().unwrap(), OwnedStream::new(DEVICE).unwrap());
     let stream = owned.stream();
-    let count: usize = 1 + shape.iter().zip(strides).map(|(&extent, &stride)| (extent - 1) * stride).sum::<usize>();
+    let count: usize =
+        1 + shape.iter().zip(strides).map(|(&extent, &stride)| (extent - 1) * stride).sum::<usize>();
     let host = numbers(count);
     let mut memory = Buffer::zeroed_on(DEVICE, 2 * count + 16).unwrap();
     let bytes: &[u8] = bytemuck::cast_slice(&host);
     let to = memory.tensor_mut(0, DType::U8, &[bytes.len()]).unwrap();
     copy(&stream, TensorRef::from_slice(bytes, &[bytes.len()]).unwrap(), to).unwrap();
     // SAFETY: the tensor's last element is the buffer's `count`-th, and nobody writes it.
-    let tensor = unsafe { TensorRef::from_raw_parts(memory.as_ptr(), DEVICE, DType::Bf16, shape, strides) }.unwrap();
+    let tensor =
+        unsafe { TensorRef::from_raw_parts(memory.as_ptr(), DEVICE, DType::Bf16, shape, strides) }.unwrap();
     let boxes = Boxes::of(&tensor, boxed, swizzle).unwrap();
     let axes = shape.len();
     let out = Buffer::zeroed_on(DEVICE, 4 * boxes.bytes()).unwrap();
     let map = boxes.map(context).unwrap();
-    let params =
-        Params { out: out.as_ptr() as u64, corner: corners, axes: axes as u32, bytes: boxes.bytes() as u32, map };
+    let params = Params {
+        out: out.as_ptr() as u64,
+        corner: corners,
+        axes: axes as u32,
+        bytes: boxes.bytes() as u32,
+        map,
+    };
     let function = jit::function(DEVICE, &Key::new(UNIT, "boxes")).unwrap();
     let how = Launch { grid: [1, 1, 1], block: 64, shared: 48 << 10 };
     // SAFETY: the kernel's one parameter; its addresses are of buffers that live until the copy below has waited.
@@ -98,12 +105,13 @@ fn check(shape: &[usize], strides: &[usize], boxed: &[u32], swizzle: Swizzle, co
                 left /= side;
             }
             let outer = shape.iter().rev().zip(&at).all(|(&extent, &at)| (0..extent as i64).contains(&at));
-            let index = || strides.iter().rev().zip(&at).map(|(&stride, &at)| stride * at as usize).sum::<usize>();
+            let index =
+                || strides.iter().rev().zip(&at).map(|(&stride, &at)| stride * at as usize).sum::<usize>();
             let expected = if outer { host[index()] } else { 0 };
             let piece = x / 8;
             let place = match swizzle {
                 Swizzle::None => r * row + x,
-                Swizzle::B128 => r * 64 + (piece ^ r % 8) * 8 + x % 8,
+                Swizzle::B128 => r * 64 + (piece ^ (r % 8)) * 8 + x % 8,
             };
             assert_eq!(got[b * rows * row + place], expected, "box {b} at {corner:?}: row {r}, element {x}");
         }
