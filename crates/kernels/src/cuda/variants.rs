@@ -98,8 +98,7 @@ fn latent() -> Vec<Key> {
     ];
     // On a Hopper: query vectors, depth, width, stages, pieces.
     const FEW: [[i64; 6]; 3] = [[1, 16, 576, 512, 3, 4], [2, 32, 576, 512, 2, 2], [2, 16, 64, 128, 4, 4]];
-    const WIDE: [[i64; 7]; 3] =
-        [[1, 64, 576, 512, 2, 2, 0], [1, 64, 576, 512, 2, 2, 1], [2, 64, 512, 512, 2, 1, 1]];
+    const WIDE: [[i64; 7]; 2] = [[1, 64, 576, 512, 2, 2, 1], [2, 64, 512, 512, 2, 1, 0]];
     let names = ["Q_TYPE", "ROWS", "DEPTH", "WIDTH", "STAGES", "PIECES"];
     let few = |values: &[i64; 6]| with_all(Key::new(Unit::LATENT_FEW, "latent_few"), names, *values);
     let wide = |&[dtype, rows, depth, width, stages, pieces, boxes]: &[i64; 7]| {

@@ -139,7 +139,7 @@ fn latents(runner: &Runner) {
         (F16, of(32, 512, 64), HOPPER),
         (BF16, of(128, 512, 64), HOPPER),
         (BF16, OverLatents { page: 64, ..of(128, 512, 64) }, HOPPER),
-        (F16, OverLatents { page: 64, ..of(64, 512, 0) }, HOPPER),
+        (F16, of(64, 512, 0), HOPPER),
         (F16, of(8, 48, 16), HOPPER),
         (BF16, mma(16, 512, 64), HOPPER),
         (BF16, mma(32, 512, 64), HOPPER),
