@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 
 use mstar_kernels::cpu::scatter::{scatter_at, scatter_both_at};
 use mstar_kernels::cuda::{Event, Moving, OwnedStream, prepare_moves};
-use mstar_kernels::fp8::{prepare_store, store_heads, store_latents};
+use mstar_kernels::fp8::{HeadsInCodes, prepare_store, store_both_heads, store_latents};
 use mstar_kernels::mutant::planted;
 use mstar_kernels::{Buffer, DType, Device, Error as KernelError, Stream, TensorMut, TensorRef, copy_async};
 
@@ -330,16 +330,16 @@ impl KvMemory {
                     floats(name, tensor)?;
                 }
                 let scales = &self.planes[self.plane_index(SCALES)?];
-                for (side, entries) in [k, v].into_iter().enumerate() {
+                let side = |side: usize, entries| -> Result<_> {
                     // SAFETY: keys and values are different parts of a page, their scales different columns of a token, and the
                     // slots are the caller's alone.
                     let (codes, scales) = unsafe {
                         let codes = self.view_mut(plane, layer, side * s * g * d, &[p, s, g, d])?;
                         (codes, self.view_mut(scales, layer, 0, &[p, s, 2 * g])?.narrow(2, side * g, g)?)
                     };
-                    store_heads(stream, slots, entries, codes, scales)?;
-                }
-                Ok(())
+                    Ok(HeadsInCodes { entries, codes, scales })
+                };
+                Ok(store_both_heads(stream, slots, [side(0, k)?, side(1, v)?])?)
             }
             (KvLayout::Mla { kv_lora_rank: c, qk_rope_head_dim: e }, KvEntries::Mla { ckv, kpe }) => {
                 ckv.expect("ckv", "[T, C]", &[Some(t), Some(c)], None, self.device())?;

@@ -39,7 +39,14 @@ struct Store {
     pe_dtype: u32,
 }
 
-const _: () = assert!(size_of::<Store>() == 152);
+/// As in `cu/store.cu`: one side, or two.
+#[repr(C)]
+#[derive(Clone, Copy, Default, Pod, Zeroable)]
+struct Both {
+    of: [Store; 2],
+}
+
+const _: () = assert!(size_of::<Store>() == 152 && size_of::<Both>() == 304);
 
 /// Compiles and loads what stores keys and values, or latents.
 ///
@@ -71,43 +78,46 @@ fn slots_of(to: &TensorRef<'_>) -> (u64, u32) {
     (pages.saturating_mul(page_size) as u64, page_size as u32)
 }
 
-/// What [`store_heads`](fp8::store_heads) does. All was checked, and `slots` is contiguous.
+/// What [`store_heads`](fp8::store_heads) does, for one side or two. All was checked, and `slots` is contiguous.
 ///
 /// # Errors
 /// A kernel that cannot be built; what a launch is refused with.
 pub(crate) fn heads(
     stream: &Stream,
     slots: &TensorRef<'_>,
-    entries: &TensorRef<'_>,
-    codes: &mut TensorMut<'_>,
-    scales: &mut TensorMut<'_>,
+    sides: &mut [fp8::HeadsInCodes<'_>],
 ) -> Result<()> {
-    let (limit, page_size) = slots_of(&codes.as_ref());
-    let (to, beside) = (codes.as_mut_ptr() as u64, scales.as_mut_ptr() as u64);
-    let (codes, scales) = (codes.as_ref(), scales.as_ref());
-    let (tokens, heads) = (entries.shape()[0], entries.shape()[1]);
-    let params = Store {
-        slots: slots.as_ptr() as u64,
-        from: entries.as_ptr() as u64,
-        to,
-        scales: beside,
-        from_token: step(entries, 0),
-        from_head: step(entries, 1),
-        to_page: step(&codes, 0),
-        to_slot: step(&codes, 1),
-        to_head: step(&codes, 2),
-        scale_page: step(&scales, 0),
-        scale_slot: step(&scales, 1),
-        scale_head: step(&scales, 2),
-        tokens: tokens as u64,
-        limit,
-        page_size,
-        heads: heads as u32,
-        width: entries.shape()[2] as u32,
-        dtype: number(entries.dtype()),
-        ..Store::default()
-    };
-    go(stream, HEADS, tokens.saturating_mul(heads), &params)
+    let mut params = Both::default();
+    let mut units = 0usize;
+    for (of, side) in params.of.iter_mut().zip(sides) {
+        let (to, beside) = (side.codes.as_mut_ptr() as u64, side.scales.as_mut_ptr() as u64);
+        let (entries, codes, scales) = (&side.entries, side.codes.as_ref(), side.scales.as_ref());
+        let (limit, page_size) = slots_of(&codes);
+        let (tokens, heads) = (entries.shape()[0], entries.shape()[1]);
+        *of = Store {
+            slots: slots.as_ptr() as u64,
+            from: entries.as_ptr() as u64,
+            to,
+            scales: beside,
+            from_token: step(entries, 0),
+            from_head: step(entries, 1),
+            to_page: step(&codes, 0),
+            to_slot: step(&codes, 1),
+            to_head: step(&codes, 2),
+            scale_page: step(&scales, 0),
+            scale_slot: step(&scales, 1),
+            scale_head: step(&scales, 2),
+            tokens: tokens as u64,
+            limit,
+            page_size,
+            heads: heads as u32,
+            width: entries.shape()[2] as u32,
+            dtype: number(entries.dtype()),
+            ..Store::default()
+        };
+        units = units.saturating_add(tokens.saturating_mul(heads));
+    }
+    go(stream, HEADS, units, &params)
 }
 
 /// What [`store_latents`](fp8::store_latents) does. All was checked, and `slots` is contiguous.
@@ -148,7 +158,7 @@ pub(crate) fn latents(
 }
 
 /// A warp for each of `units`.
-fn go(stream: &Stream, entry: &'static str, units: usize, params: &Store) -> Result<()> {
+fn go<P: Pod>(stream: &Stream, entry: &'static str, units: usize, params: &P) -> Result<()> {
     if units == 0 {
         return Ok(());
     }
@@ -157,7 +167,7 @@ fn go(stream: &Stream, entry: &'static str, units: usize, params: &Store) -> Res
     let most = 8 * Context::of(device)?.sm_count() as usize;
     let blocks = units.div_ceil(WARPS).clamp(1, most) as u32;
     let how = Launch { grid: [blocks, 1, 1], block: THREADS, shared: 0 };
-    // SAFETY: the kernel takes a `Store`, whose tensors the caller checked to have these shapes on this device; slots out of range
+    // SAFETY: the kernel takes a `Store`, or a `Both`, whose tensors the caller checked to have these shapes on this device; slots out of range
     // write nothing.
     unsafe { launch(&function, stream, how, params) }
 }

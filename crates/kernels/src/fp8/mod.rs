@@ -19,7 +19,10 @@ mod store;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub use store::{check_latent, dequantise_latent, prepare_store, store_heads, store_latents};
+pub use store::{
+    HeadsInCodes, check_latent, dequantise_latent, prepare_store, store_both_heads, store_heads,
+    store_latents,
+};
 
 /// The largest e4m3 number.
 const E4M3_MAX: f32 = 448.0;

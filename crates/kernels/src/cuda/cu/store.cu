@@ -20,7 +20,11 @@ struct Store {
     u32 page_size, heads, width, pe_width;
     u32 type, pe_type; // 0 f32, 1 bf16, 2 f16
 };
-static_assert(sizeof(Store) == 152, "as in store.rs");
+// One side of the same tokens, or two: keys and values.
+struct Both {
+    Store of[2];
+};
+static_assert(sizeof(Store) == 152 && sizeof(Both) == 304, "as in store.rs");
 
 // Number `index` of a run of floats of a type. A NaN keeps its sign and digits, as on a host.
 DEVICE float number_at(const u8* from, u32 index, u32 type) {
@@ -55,15 +59,17 @@ DEVICE bool slot_of(const Store& p, u64 token, i64& page, i64& slot) {
     return true;
 }
 
-MSTAR_KERNEL(store_heads, Store, 256, 4) {
-    for (u64 at = u64(block_x()) * 8 + warp(); at < p.tokens * p.heads; at += u64(grid_x()) * 8) {
-        const u64 token = at / p.heads;
-        const i64 head = i64(at % p.heads);
+MSTAR_KERNEL(store_heads, Both, 256, 4) {
+    const u64 first = p.of[0].tokens * p.of[0].heads, all = first + p.of[1].tokens * p.of[1].heads;
+    for (u64 at = u64(block_x()) * 8 + warp(); at < all; at += u64(grid_x()) * 8) {
+        const Store& side = p.of[at >= first];
+        const u64 of = at >= first ? at - first : at, token = of / side.heads;
+        const i64 head = i64(of % side.heads);
         i64 page, slot;
-        if (!slot_of(p, token, page, slot)) continue;
-        const float scale = quantise(p.from + i64(token) * p.from_token + head * p.from_head, p.type, 0, p.width,
-                                     p.to + page * p.to_page + slot * p.to_slot + head * p.to_head);
-        u8* scale_at = p.scales + page * p.scale_page + slot * p.scale_slot + head * p.scale_head;
+        if (!slot_of(side, token, page, slot)) continue;
+        const float scale = quantise(side.from + i64(token) * side.from_token + head * side.from_head, side.type, 0, side.width,
+                                     side.to + page * side.to_page + slot * side.to_slot + head * side.to_head);
+        u8* scale_at = side.scales + page * side.scale_page + slot * side.scale_slot + head * side.scale_head;
         if (lane() == 0) *reinterpret_cast<float*>(scale_at) = scale;
     }
 }

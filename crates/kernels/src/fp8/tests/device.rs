@@ -51,6 +51,37 @@ fn heads_of<T: Element>(of: impl Fn(f32) -> T) {
             let same = got == want.to_bits() || f32::from_bits(got).is_nan() && want.is_nan();
             assert!(same, "scale {at} of {g} heads of {d}: {} for {want}", f32::from_bits(got));
         }
+        // At once with another side of another width.
+        let others = numbers(t * g, d + 3, &of);
+        let (other_codes, other_scales) =
+            heads(&slots, TensorRef::from_slice(&others, &[t, g, d + 3]).unwrap());
+        let other = put(stream, bytemuck::cast_slice(&others));
+        let mut pools =
+            [d, d + 3].map(|d| (put(stream, &vec![0x7f; 8 * g * d]), put(stream, &vec![0xff; 8 * g * 4])));
+        let [first, second] = &mut pools;
+        let both = [
+            HeadsInCodes {
+                entries: from.select(1, 1).unwrap(),
+                codes: first.0.tensor_mut(0, DType::E4m3, &[2, 4, g, d]).unwrap(),
+                scales: first.1.tensor_mut(0, DType::F32, &[2, 4, g]).unwrap(),
+            },
+            HeadsInCodes {
+                entries: other.tensor(0, T::DTYPE, &[t, g, d + 3]).unwrap(),
+                codes: second.0.tensor_mut(0, DType::E4m3, &[2, 4, g, d + 3]).unwrap(),
+                scales: second.1.tensor_mut(0, DType::F32, &[2, 4, g]).unwrap(),
+            },
+        ];
+        store_both_heads(stream, on_slots.tensor(0, DType::I64, &[t]).unwrap(), both).unwrap();
+        for ((codes, scales), (want, of)) in
+            pools.iter().zip([(&codes, &scales), (&other_codes, &other_scales)])
+        {
+            assert_eq!(take(stream, codes, want.len()), *want, "{g} heads of {d}, both");
+            let got: Vec<u32> = take_all(stream, scales, 8 * g);
+            let same = |(got, want): (&u32, &f32)| {
+                *got == want.to_bits() || f32::from_bits(*got).is_nan() && want.is_nan()
+            };
+            assert!(got.iter().zip(of).all(same), "scales of {g} heads of {d}, both");
+        }
     }
 }
 
