@@ -1,12 +1,13 @@
-// Attention over latents in e4m3 on a Hopper: 64 query vectors a block, by three warpgroups.
+// Attention over latents in e4m3 on a Hopper: 64 query vectors a block, by four warpgroups, each of which works on a tile of its own turn.
 //
+//   scores     products of queries and a tile, softmax; weights take the room of the tile's rotary lanes, which nobody needs any more
+//   values     two groups, each half of the result's columns
 //   producer   makes tiles of bf16 out of codes, which is exact, and lays the block's queries out
-//   first      scores, softmax, and the left half of the result's columns
-//   second     the right half, with weights and factors that the first leaves in shared memory
 //
-// A latent is [512 e4m3 | 4 f32 | E bf16]. Scales never meet codes: a score is what the rotary lanes give, and then, for each 128
-// lanes, their product times their scale, in f32; a weight is times its key's scale before it meets values, once for each 128
-// columns.
+// Scales never meet codes: a score is what the rotary lanes give, and then, for each 128 lanes, their product times their scale, in f32;
+// a weight is times its key's scale before it is rounded for a product, once for each 128 columns. What that rounding adds to the sum of
+// a row's weights is summed as well, and the result is divided by what was in fact added up: a row that one key decides would have that
+// key's scale rounded in every lane alike.
 //
 // Defines: DEPTH, 512 or 576: lanes of a latent, padded to a multiple of 64; PIECES of the largest item, a multiple of those that
 // one token's heads make. Queries are bf16.
@@ -16,33 +17,46 @@ typedef Bf16 Element;
 constexpr u32 ROWS = 64, STAGES = 2;
 #include "latent_softmax.cuh"
 
-constexpr u32 THREADS = 3 * GROUP, CONSUMERS = 2 * GROUP;
+constexpr u32 THREADS = 4 * GROUP;
+// Registers of a thread, of which a block has 128 each when it begins: groups that ask for more in all wait for ever.
+constexpr u32 PRODUCER = 72, SCORER = 104, ADDER = 168;
+static_assert(PRODUCER + SCORER + 2 * ADDER <= 4 * 128, "see above");
 constexpr u32 WIDTH = 512, SCALES = WIDTH / LATENT_GROUP;
 constexpr u32 COLUMNS = DEPTH / LANES, ROPE_STEPS = (DEPTH - WIDTH) / 16;
-constexpr u32 TILE_BYTES = COLUMNS * BLOCK_BYTES;
-// From the first lane under a scale to the rotary ones.
-constexpr u32 ROPE_AT = WIDTH / LANES * BLOCK_BYTES;
+// From the first lane under a scale to the rotary ones, which every tile has room for.
+constexpr u32 ROPE_AT = WIDTH / LANES * BLOCK_BYTES, TILE_BYTES = ROPE_AT + BLOCK_BYTES;
 static_assert(DEPTH == 512 || DEPTH == 576, "see above");
 
+struct alignas(8) Scale {
+    float of, inverse;  // the latter 0 where it, or a rounding times it, might be none
+};
 constexpr u32 RING_AT = COLUMNS * BLOCK_BYTES;
-constexpr u32 WEIGHTS_AT = RING_AT + STAGES * TILE_BYTES;
-// Of each tile of the ring, SCALES rows of a number a key.
-constexpr u32 SCALES_AT = WEIGHTS_AT + BLOCK_BYTES;
-constexpr u32 FACTORS_AT = SCALES_AT + STAGES * SCALES * KEYS * 4;
-constexpr u32 TOLD_AT = FACTORS_AT + ROWS * 4;
+// Of each tile of the ring, SCALES rows of a scale a key, and what former sums of a row shrink by.
+constexpr u32 SCALES_AT = RING_AT + STAGES * TILE_BYTES;
+constexpr u32 FACTORS_AT = SCALES_AT + STAGES * SCALES * KEYS * sizeof(Scale);
+// Of two units in turn: what a row's sums are multiplied by, and its sum of weights.
+constexpr u32 ENDS_AT = FACTORS_AT + STAGES * ROWS * 4;
+constexpr u32 TOLD_AT = ENDS_AT + 2 * 2 * ROWS * 4;
 
-// What groups of a block tell each other: marks of the ring; marks of a unit and its queries, and the unit, two in turn; and what the
-// first hands to the second, again and again: weights and factors are there; they may be written over. Every thread arrives.
+// What groups of a block tell each other: marks of the ring's tiles, of their weights, and that their room is free; of a unit and its
+// queries, and the unit, two in turn; of what ends a unit. Every thread arrives.
 struct Told {
-    Mark full[STAGES], empty[STAGES], queries, queries_read, there, free;
+    Mark full[STAGES], weighed[STAGES], empty[STAGES], queries, queries_read, ended[2];
     Unit units[2];
 };
 constexpr u32 SHARED_BYTES = TOLD_AT + sizeof(Told);
-static_assert(sizeof(Told) == 320, "as in exec/latents.rs");
+static_assert(sizeof(Told) == 336, "as in exec/latents.rs");
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
-DEVICE const float* scales_of(const u8* shared, u32 slot, u32 group) {
-    return reinterpret_cast<const float*>(shared + SCALES_AT) + (slot * SCALES + group) * KEYS;
+DEVICE Scale* scales_of(u8* shared, u32 slot, u32 group) {
+    return reinterpret_cast<Scale*>(shared + SCALES_AT) + (slot * SCALES + group) * KEYS;
+}
+DEVICE float* factors_of(u8* shared, u32 slot) { return reinterpret_cast<float*>(shared + FACTORS_AT) + slot * ROWS; }
+DEVICE float* ends_of(u8* shared, u32 turn) { return reinterpret_cast<float*>(shared + ENDS_AT) + turn % 2 * 2 * ROWS; }
+DEVICE Scale scale_with(u32 bits) {
+    const u32 exponent = bits >> 23 & 0xff;
+    const float of = bits_float(bits);
+    return Scale{of, exponent > 26 && exponent < 253 ? reciprocal(of) : 0.0f};
 }
 
 // ---- producer ----
@@ -56,28 +70,25 @@ struct Share {
     U4 codes[CHUNKS], rope;
     u32 scale;
 };
-DEVICE Share share_of(const u8* latent, u32 E, bool aligned) {
-    const u32 piece = thread_x() % PIECE;
-    const bool rope = ROPE_STEPS > 0 && piece * PIECE < E;
-    Share share{};
-    if (!latent) return share;
-    const u8 *codes = latent + piece * 16, *scale = latent + WIDTH + 4 * (piece % SCALES), *lanes = latent + WIDTH + 4 * SCALES + piece * 16;
-    if (aligned) {
-        UNROLL
-        for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = load16(codes + j * PIECE * 16);
-        share.scale = *reinterpret_cast<const u32*>(scale);
-        if (rope) share.rope = load16(lanes);
-    } else {
-        UNROLL
-        for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = words_at(codes + j * PIECE * 16);
-        share.scale = word_at(scale);
-        if (rope) share.rope = words_at(lanes);
+// Where a row's bytes lie; null for rows of zeros.
+struct Latent {
+    const u8* at;
+    bool aligned, rope;
+
+    U4 load(u32 offset) const {
+        const u8* from = at + offset + thread_x() % PIECE * 16;
+        return !at ? U4{0, 0, 0, 0} : aligned ? load16(from) : words_at(from);
     }
-    return share;
-}
-// Rows of a unit's tiles, in the order in which a thread takes them. Page ids are asked for eight rows before they are needed, a
+    U4 codes(u32 chunk) const { return load(chunk * PIECE * 16); }
+    U4 lanes() const { return rope ? load(WIDTH + 4 * SCALES) : U4{0, 0, 0, 0}; }
+    u32 scale() const {
+        const u8* from = at + WIDTH + 4 * (thread_x() % SCALES);
+        return !at ? 0 : aligned ? *reinterpret_cast<const u32*>(from) : word_at(from);
+    }
+};
+// Rows of a unit's tiles, in the order in which a thread takes them. Page ids are asked for six rows before they are needed, a
 // row's bytes to come near three, and the bytes themselves one.
-constexpr u32 FAR = 8, NEAR = 3;
+constexpr u32 FAR = 6, NEAR = 3;
 struct Ahead {
     i32 ids[FAR];  // pages of the rows after the one in hand; -1: not seen
     u32 key;       // of the one in hand
@@ -106,8 +117,8 @@ struct Ahead {
         ask(keys, NEAR);
     }
 };
-// Lays it into row `row` of a tile, and its scales beside.
-DEVICE void lay(u8* tile, float* scales, u32 row, const Share& share) {
+// Lays a share into row `row` of a tile, and its scales beside; what has been laid gives its registers to what `next` has in its place.
+DEVICE void lay(u8* tile, Scale* scales, u32 row, Share& share, const Latent& next) {
     const u32 piece = thread_x() % PIECE;
     u8* to = tile + row * LANES * 2;
     UNROLL
@@ -115,18 +126,22 @@ DEVICE void lay(u8* tile, float* scales, u32 row, const Share& share) {
         // 16 codes are two pieces, of which half of the threads write the second one first: none meets another in a bank.
         const u32 chunk = j * PIECE + piece, turned = piece / 4, at = chunk % 4 * 2;
         const Widened wide = widened(share.codes[j], turned);
+        share.codes[j] = next.codes(j);
         u8* block = to + chunk / 4 * BLOCK_BYTES;
         store16(block + ((at + turned) ^ (row % 8)) * 16, wide.first);
         store16(block + ((at + 1 - turned) ^ (row % 8)) * 16, wide.second);
     }
     if (ROPE_STEPS > 0) store16(to + WIDTH / LANES * BLOCK_BYTES + (piece ^ (row % 8)) * 16, share.rope);
-    if (piece < SCALES) scales[piece * KEYS + row] = bits_float(share.scale);
+    share.rope = next.lanes();
+    if (piece < SCALES) scales[piece * KEYS + row] = scale_with(share.scale);
+    share.scale = next.scale();
 }
 
 DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     const u32 thread = thread_x() % GROUP, D = p.D, E = D - WIDTH;
     const bool aligned = p.flags & ALIGNED;
     const u32 row = thread / PIECE, piece = thread % PIECE;
+    const bool rope = ROPE_STEPS > 0 && piece * PIECE < E;
     Turn turn{0, 0};
     u32 count = 0;
     auto tell = [&](const Unit& unit) {
@@ -167,21 +182,23 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
         for (u32 i = 1; i <= FAR; i++) ahead.find(keys, unit, i);
         UNROLL
         for (u32 i = 1; i <= NEAR; i++) ahead.ask(keys, i);
-        Share share = share_of(ahead.at(keys, 1), E, aligned);
+        const Latent first{ahead.at(keys, 1), aligned, rope};
+        Share share{};
+        UNROLL
+        for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = first.codes(j);
+        share.rope = first.lanes(), share.scale = first.scale();
         // The first tile goes ahead: the queries' place is free later than a tile's.
         u32 tile = begin;
         NO_UNROLL
         do {
             if (tile < end) {
                 u8* to = shared + RING_AT + turn.slot * TILE_BYTES;
-                float* scales = reinterpret_cast<float*>(shared + SCALES_AT) + turn.slot * SCALES * KEYS;
+                Scale* scales = scales_of(shared, turn.slot, 0);
                 mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
                 NO_UNROLL
                 for (u32 i = 0; i < TIMES; i++) {
-                    const Share now = share;
                     ahead.next(keys, unit);
-                    share = share_of(ahead.at(keys, 1), E, aligned);
-                    lay(to, scales, row + i * (KEYS / TIMES), now);
+                    lay(to, scales, row + i * (KEYS / TIMES), share, Latent{ahead.at(keys, 1), aligned, rope});
                 }
                 async_fence();
                 mark_arrive(&told.full[turn.slot]);
@@ -206,76 +223,82 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
 
 // ---- consumers ----
 
+// The barrier of the group that makes weights.
+constexpr u32 SCORERS = 1;
+
+// Calls `each(unit, count)` for what the producer tells of; in the order in which it does.
+template <class Each>
+DEVICE void each_unit(Told& told, Each each) {
+    NO_UNROLL
+    for (u32 count = 0;; count++) {
+        mark_wait(&told.queries, count % 2);
+        const Unit& unit = told.units[count % 2];
+        if (unit.over) break;
+        each(unit, count);
+    }
+}
+// Of the tiles that a block has had, which one's turn it is in the ring.
+DEVICE Turn turn_of(u32 tiles) { return Turn{tiles % STAGES, tiles / STAGES % 2}; }
+
 // A descriptor of whose lower word the compiler knows nothing.
 DEVICE u64 again(u64 desc) { return (desc & ~0xffffffffull) | opaque(u32(desc)); }
 
-// Half of a tile's keys: as many as a thread has registers for what one group of lanes gives beside what all gave before.
-constexpr u32 HALF = KEYS / 2;
-// Scores of STEPS times 16 lanes, against half of a tile.
+// Asks for the scores of STEPS times 16 lanes.
 template <u32 STEPS>
-DEVICE void multiply(float (&sums)[HALF / 2], u64 queries, u64 keys) {
-    // Steps' places are computed from here again, rather than kept for the other half.
+DEVICE void multiply(float (&sums)[KEYS / 2], u64 queries, u64 keys) {
+    // Steps' places are computed from here again, rather than kept over a tile.
     queries = again(queries), keys = again(keys);
-    wgmma_fence();
     UNROLL
     for (u32 step = 0; step < STEPS; step++) {
         const u32 bytes = step / 4 * BLOCK_BYTES + step % 4 * 32;
-        wgmma_ss<Element, HALF, false, false>(sums, after(queries, bytes), after(keys, bytes), step != 0);
+        wgmma_ss<Element, KEYS, false, false>(sums, after(queries, bytes), after(keys, bytes), step != 0);
     }
     wgmma_commit();
-    wgmma_wait<0>();
-    pin(sums);
 }
 
-// Half of a thread's columns: those of two groups of 128 lanes.
+// Half of a thread's columns: those of two groups of 128 lanes; and what rounding adds to the sums of its rows' weights, a group each.
 struct Sums {
-    float of[2][LATENT_GROUP / 2];
+    float of[2][LATENT_GROUP / 2], rounded[2][2];
 
     void clear() {
         UNROLL
-        for (u32 part = 0; part < 2; part++)
+        for (u32 part = 0; part < 2; part++) {
             UNROLL
             for (u32 i = 0; i < LATENT_GROUP / 2; i++) of[part][i] = 0.0f;
+            rounded[part][0] = rounded[part][1] = 0.0f;
+        }
     }
     void scale(float upper, float lower) {
         // Only multiplications by 1 are left out.
         if (warp_all(upper == 1.0f && lower == 1.0f)) return;
         UNROLL
-        for (u32 part = 0; part < 2; part++)
+        for (u32 part = 0; part < 2; part++) {
             UNROLL
             for (u32 i = 0; i < LATENT_GROUP / 2; i++) of[part][i] *= i / 2 % 2 ? lower : upper;
+            rounded[part][0] *= upper, rounded[part][1] *= lower;
+        }
     }
 };
-// Adds the values of a group's 128 lanes, `weights(k, i, first, second)` being the i-th pair of weights of 16 keys.
-template <class Weights>
-DEVICE void add_values(float (&sums)[LATENT_GROUP / 2], const u8* tile, const float* scales, u32 group, Weights weights) {
-    const u32 t = opaque(thread_x()) % 4;
-    // What they are rounded to, then what rounding left of them.
+DEVICE float lower_half(u32 pair) { return to_float(F16{u16(pair)}); }
+DEVICE float upper_half(u32 pair) { return to_float(F16{u16(pair >> 16)}); }
+// Weights of 16 keys times a group's scales, which two keys have side by side, as the left operand of a product.
+DEVICE void scaled_weights(u32 (&words)[4], float (&rounded)[2], const u32 (&weights)[4], const Scale* scales) {
     UNROLL
-    for (u32 pass = 0; pass < 2; pass++) {
-        u32 scaled[KEYS / 16][4];
+    for (u32 half = 0; half < 2; half++) {
+        const U4 two = load16(scales + 8 * half);
         UNROLL
-        for (u32 k = 0; k < KEYS / 16; k++)
-            UNROLL
-            for (u32 i = 0; i < 4; i++) {
-                const Two scale = *reinterpret_cast<const Two*>(scales + 16 * k + i / 2 * 8 + 2 * t);
-                const Two pair = weights(k, i);
-                scaled[k][i] = pack<Element>(pair.x * scale.x, pair.y * scale.y);
-                if (pass) scaled[k][i] = rest_of(pair.x * scale.x, pair.y * scale.y, scaled[k][i]);
-            }
-        const u64 values = again(after(tile_desc(tile, BLOCK_BYTES, EIGHT_ROWS), group * (LATENT_GROUP / LANES) * BLOCK_BYTES));
-        pin(sums);
-        wgmma_fence();
-        UNROLL
-        for (u32 k = 0; k < KEYS / 16; k++) wgmma_rs<Element, LATENT_GROUP, true>(sums, scaled[k], after(values, k * 2 * EIGHT_ROWS), true);
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin(sums);
+        for (u32 r = 0; r < 2; r++) {
+            const u32 i = 2 * half + r;
+            const float a = lower_half(weights[i]) * bits_float(two.x), b = upper_half(weights[i]) * bits_float(two.z);
+            words[i] = pack<Element>(a, b);
+            rounded[r] = fused(bits_float(words[i] << 16) - a, bits_float(two.y), rounded[r]);
+            rounded[r] = fused(bits_float(words[i] & 0xffff0000u) - b, bits_float(two.w), rounded[r]);
+        }
     }
 }
 
 // Writes half of a block's results, or of its unfinished state.
-DEVICE void store(const Attend& p, const Unit& unit, const Sums& sums, u32 half, const float (&factors)[2]) {
+DEVICE void store(const Attend& p, const Unit& unit, const Sums& sums, u32 half, const float (&factors)[2][2]) {
     UNROLL
     for (u32 r = 0; r < 2; r++) {
         const u32 lane_of = unit.first + my_row() + 8 * r;
@@ -289,64 +312,64 @@ DEVICE void store(const Attend& p, const Unit& unit, const Sums& sums, u32 half,
             UNROLL
             for (u32 j = 0; j < LATENT_GROUP / 8; j++) {
                 const u32 column = first_column + part * LATENT_GROUP + 8 * j;
-                const float a = sums.of[part][4 * j + 2 * r], b = sums.of[part][4 * j + 2 * r + 1];
+                const float a = sums.of[part][4 * j + 2 * r] * factors[part][r], b = sums.of[part][4 * j + 2 * r + 1] * factors[part][r];
                 if (state) {
                     *reinterpret_cast<Two*>(state + column) = Two{a, b};
                     continue;
                 }
                 // -0 becomes 0: whether a hidden key was skipped or weighed 0 must not show.
-                const u32 word = pack<Element>(a * factors[r] + 0.0f, b * factors[r] + 0.0f);
+                const u32 word = pack<Element>(a + 0.0f, b + 0.0f);
                 if (pairs) *reinterpret_cast<u32*>(to + column) = word;
                 else to[column].bits = u16(word), to[column + 1].bits = u16(word >> 16);
             }
     }
 }
 
-DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
-    u32 turns = 0;
-    // Scores grow with what they are made of, but for a scale that is not positive: then they are scaled first.
-    const float scale = p.scale * LOG2_E, step = scale > 0.0f ? scale : 1.0f;
-    Turn turn{0, 0};
-    each_told(told, [&](const Unit& unit) {
-        Sums out;
+DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
+    u32 tiles = 0;
+    each_unit(told, [&](const Unit& unit, u32 count) {
+        // Queries were copied; of tiles the producer says so itself.
+        async_fence();
         float top[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
-        out.clear();
         const u32 begin = unit.tile(), end = unit.tiles();
         NO_UNROLL
         for (u32 tile = begin; tile < end; tile++) {
             // What follows from the thread is computed again for each tile, rather than kept in registers.
             const u32 thread = opaque(thread_x()), t = thread % 4, row = thread % GROUP / 32 * 16 + thread % 32 / 4;
-            const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
-            const u64 queries = tile_desc(shared, 0, EIGHT_ROWS);
+            const Turn turn = turn_of(tiles);
+            tiles++;
+            u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
+            const u64 queries = tile_desc(shared, 0, EIGHT_ROWS), keys = tile_desc(latents, 0, EIGHT_ROWS);
             mark_wait(&told.full[turn.slot], turn.parity);
-            async_fence();
-            float scores[KEYS / 2];
-            UNROLL
-            for (u32 half = 0; half < 2; half++) {
-                const u64 keys = tile_desc(latents + half * (BLOCK_BYTES / 2), 0, EIGHT_ROWS);
-                float some[HALF / 2];
-                if (ROPE_STEPS > 0) {
-                    multiply<(ROPE_STEPS > 0 ? ROPE_STEPS : 1)>(some, after(queries, ROPE_AT), after(keys, ROPE_AT));
-                } else {
-                    UNROLL
-                    for (u32 i = 0; i < HALF / 2; i++) some[i] = 0.0f;
-                }
-                NO_UNROLL
-                for (u32 group = 0; group < SCALES; group++) {
-                    const u32 before = group * (LATENT_GROUP / LANES) * BLOCK_BYTES;
-                    float part[HALF / 2];
-                    multiply<LATENT_GROUP / 16>(part, after(queries, before), after(keys, before));
-                    const float* scales = scales_of(shared, turn.slot, group) + half * HALF + 2 * t;
-                    UNROLL
-                    for (u32 j = 0; j < HALF / 8; j++) {
-                        const Two of = *reinterpret_cast<const Two*>(scales + 8 * j);
-                        UNROLL
-                        for (u32 i = 0; i < 4; i++) some[4 * j + i] = fused(part[4 * j + i], i % 2 ? of.y : of.x, some[4 * j + i]);
-                    }
-                }
+            // Products of the lanes under one scale, and of what has been scaled; the groups that add values have the tensor cores meanwhile.
+            float scores[KEYS / 2], part[KEYS / 2];
+            wgmma_fence();
+            if (ROPE_STEPS > 0) {
+                multiply<(ROPE_STEPS > 0 ? ROPE_STEPS : 1)>(scores, after(queries, ROPE_AT), after(keys, ROPE_AT));
+            } else {
                 UNROLL
-                for (u32 i = 0; i < HALF / 2; i++) scores[half * (HALF / 2) + i] = some[i];
+                for (u32 i = 0; i < KEYS / 2; i++) scores[i] = 0.0f;
             }
+            UNROLL
+            for (u32 group = 0; group < SCALES; group++) {
+                const u32 before = group * (LATENT_GROUP / LANES) * BLOCK_BYTES;
+                wgmma_fence();
+                multiply<LATENT_GROUP / 16>(part, after(queries, before), after(keys, before));
+                wgmma_wait<0>();
+                if (group == 0) pin(scores);
+                pin(part);
+                const Scale* scales = scales_of(shared, turn.slot, group) + 2 * t;
+                UNROLL
+                for (u32 j = 0; j < KEYS / 8; j++) {
+                    const U4 two = load16(scales + 8 * j);
+                    UNROLL
+                    for (u32 i = 0; i < 4; i++)
+                        scores[4 * j + i] = fused(part[4 * j + i], bits_float(i % 2 ? two.z : two.x), scores[4 * j + i]);
+                }
+            }
+            if (tile + 1 == end) mark_arrive(&told.queries_read);
+            // Scores grow with what they are made of, but for a scale that is not positive: then they are scaled first.
+            const float scale = bits_float(opaque(float_bits(p.scale))) * LOG2_E, step = scale > 0.0f ? scale : 1.0f;
             if (!(scale > 0.0f)) {
                 UNROLL
                 for (u32 i = 0; i < KEYS / 2; i++) scores[i] *= scale;
@@ -361,82 +384,87 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
             }
             float alpha[2];
             weigh(scores, step, top, sum, alpha);
-            mark_wait(&told.free, turns % 2 ^ 1);
-            // Where this lane's row of each pair of 8 x 8 matrices of weights goes; pieces are turned by the row.
+            // Weights go, as f16, where the rotary lanes were, which all warps have read by here. This lane has a row of each pair of 8 x 8
+            // matrices; pieces are turned by the row.
+            named_sync(SCORERS, GROUP);
             const u32 weight_row = thread % GROUP / 32 * 16 + thread % 16;
-            u8* weights = shared + WEIGHTS_AT + weight_row * LANES * 2;
+            u8* weights = latents + ROPE_AT + weight_row * LANES * 2;
             UNROLL
             for (u32 k = 0; k < KEYS / 16; k++) {
                 u32 packed[4];
                 UNROLL
-                for (u32 i = 0; i < 4; i++) packed[i] = pack<Element>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
+                for (u32 i = 0; i < 4; i++) packed[i] = pack<F16>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
                 stmatrix_x4(weights + ((2 * k + thread % 32 / 16) ^ (weight_row % 8)) * 16, packed);
             }
-            float* factors = reinterpret_cast<float*>(shared + FACTORS_AT) + row;
+            float* factors = factors_of(shared, turn.slot) + row;
             if (t == 0) factors[0] = alpha[0], factors[8] = alpha[1];
-            mark_arrive(&told.there);
-            turns++;
-
-            out.scale(alpha[0], alpha[1]);
-            UNROLL
-            for (u32 group = 0; group < 2; group++)
-                add_values(out.of[group], latents, scales_of(shared, turn.slot, group), group,
-                           [&](u32 k, u32 i) { return Two{scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]}; });
-            mark_arrive(&told.empty[turn.slot]);
-            turn.next();
+            mark_arrive(&told.weighed[turn.slot]);
         }
-        mark_arrive(&told.queries_read);
-
-        const u32 t = lane() % 4, row = my_row();
+        if (begin >= end) mark_arrive(&told.queries_read);
         float factor[2];
         conclude(p, unit, top, sum, factor);
-        mark_wait(&told.free, turns % 2 ^ 1);
-        float* factors = reinterpret_cast<float*>(shared + FACTORS_AT) + row;
-        if (t == 0) factors[0] = factor[0], factors[8] = factor[1];
-        mark_arrive(&told.there);
-        turns++;
-        store(p, unit, out, 0, factor);
+        float* ends = ends_of(shared, count) + my_row();
+        if (lane() % 4 == 0) ends[0] = factor[0], ends[8] = factor[1], ends[ROWS] = sum[0], ends[ROWS + 8] = sum[1];
+        mark_arrive(&told.ended[count % 2]);
     });
 }
 
-DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
-    const float* factors = reinterpret_cast<const float*>(shared + FACTORS_AT);
-    Turn turn{0, 0};
-    u32 turns = 0;
-    each_told(told, [&](const Unit& unit) {
+DEVICE void add_tiles(const Attend& p, u8* shared, Told& told, u32 half) {
+    u32 tiles = 0;
+    each_unit(told, [&](const Unit& unit, u32 count) {
+        // Of queries nothing is read here; the unit stays as it is until all have seen the next.
+        mark_arrive(&told.queries_read);
         Sums out;
         out.clear();
-        const u32 begin = unit.tile(), end = unit.tiles();
         NO_UNROLL
-        for (u32 tile = begin; tile < end; tile++) {
+        for (u32 left = unit.tiles() - unit.tile(); left > 0; left--) {
             const u32 thread = opaque(thread_x()), row = thread % GROUP / 32 * 16 + thread % 32 / 4;
             const u32 weight_row = thread % GROUP / 32 * 16 + thread % 16;
-            const u8* weights = shared + WEIGHTS_AT + weight_row * LANES * 2;
-            const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
-            mark_wait(&told.full[turn.slot], turn.parity);
-            mark_wait(&told.there, turns % 2);
-            async_fence();
-            u32 packed[KEYS / 16][4];
+            const Turn turn = turn_of(tiles);
+            tiles++;
+            u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
+            const u8* weights = latents + ROPE_AT + weight_row * LANES * 2;
+            const Scale* scales = scales_of(shared, turn.slot, 2 * half) + thread % 4 * 2;
+            const u64 values = tile_desc(latents + half * (WIDTH / 2 / LANES) * BLOCK_BYTES, BLOCK_BYTES, EIGHT_ROWS);
+            mark_wait(&told.weighed[turn.slot], turn.parity);
+            const float* factors = factors_of(shared, turn.slot) + row;
+            out.scale(factors[0], factors[8]);
+            pin(out.of[0]), pin(out.of[1]);
             UNROLL
-            for (u32 k = 0; k < KEYS / 16; k++) ldmatrix_x4(packed[k], weights + ((2 * k + thread % 32 / 16) ^ (weight_row % 8)) * 16);
-            const float upper = factors[row], lower = factors[row + 8];
-            mark_arrive(&told.free);
-            turns++;
-            out.scale(upper, lower);
-            UNROLL
-            for (u32 group = 0; group < 2; group++)
-                add_values(out.of[group], latents, scales_of(shared, turn.slot, 2 + group), 2 + group, [&](u32 k, u32 i) {
-                    return Two{bits_float(packed[k][i] << 16), bits_float(packed[k][i] & 0xffff0000u)};
-                });
+            for (u32 k = 0; k < KEYS / 16; k++) {
+                u32 packed[4];
+                ldmatrix_x4(packed, weights + ((2 * k + thread % 32 / 16) ^ (weight_row % 8)) * 16);
+                UNROLL
+                for (u32 part = 0; part < 2; part++) {
+                    // One part's product is under way while the other's weights are made.
+                    if (k > 0) wgmma_wait<1>();
+                    u32 words[4];
+                    scaled_weights(words, out.rounded[part], packed, scales + part * KEYS + 16 * k);
+                    wgmma_fence();
+                    wgmma_rs<Element, LATENT_GROUP, true>(
+                        out.of[part], words, after(values, part * (LATENT_GROUP / LANES) * BLOCK_BYTES + k * 2 * EIGHT_ROWS), true);
+                    wgmma_commit();
+                }
+            }
+            wgmma_wait<0>();
+            pin(out.of[0]), pin(out.of[1]);
             mark_arrive(&told.empty[turn.slot]);
-            turn.next();
         }
-        mark_arrive(&told.queries_read);
-        mark_wait(&told.there, turns % 2);
-        const float factor[2] = {factors[my_row()], factors[my_row() + 8]};
-        mark_arrive(&told.free);
-        turns++;
-        store(p, unit, out, 1, factor);
+        mark_wait(&told.ended[count % 2], count / 2 % 2);
+        const float* ends = ends_of(shared, count) + my_row();
+        float factors[2][2];
+        UNROLL
+        for (u32 part = 0; part < 2; part++)
+            UNROLL
+            for (u32 r = 0; r < 2; r++) {
+                float of = out.rounded[part][r];
+                of += shfl_xor(of, 1);
+                of += shfl_xor(of, 2);
+                // What all weights sum up to, and what was added up.
+                const float sum = ends[ROWS + 8 * r];
+                factors[part][r] = of == 0.0f ? ends[8 * r] : ends[8 * r] * (sum / (sum + of));
+            }
+        store(p, unit, out, half, factors);
     });
 }
 
@@ -447,25 +475,25 @@ MSTAR_KERNEL(latent_codes, Attend, THREADS, 1) {
         UNROLL
         for (u32 slot = 0; slot < STAGES; slot++) {
             mark_init(&told.full[slot], GROUP);
-            mark_init(&told.empty[slot], CONSUMERS);
+            mark_init(&told.weighed[slot], GROUP);
+            mark_init(&told.empty[slot], 2 * GROUP);
         }
         mark_init(&told.queries, GROUP + 1);
-        mark_init(&told.queries_read, CONSUMERS);
-        mark_init(&told.there, GROUP);
-        mark_init(&told.free, GROUP);
+        mark_init(&told.queries_read, 3 * GROUP);
+        mark_init(&told.ended[0], GROUP);
+        mark_init(&told.ended[1], GROUP);
         marks_ready();
     }
     block_sync();
     const u32 group = group_index();
-    // Of the registers that a block of so many threads is launched with, no more can be had: 168 each.
-    if (group == 2) {
-        registers_fewer<88>();
+    if (group == 3) {
+        registers_fewer<PRODUCER>();
         produce(p, shared, told);
-    } else if (group == 0) {
-        registers_more<208>();
-        consume_first(p, shared, told);
+    } else if (group == 2) {
+        registers_fewer<SCORER>();
+        weigh_tiles(p, shared, told);
     } else {
-        registers_more<208>();
-        consume_second(p, shared, told);
+        registers_more<ADDER>();
+        add_tiles(p, shared, told, group);
     }
 }

@@ -119,11 +119,11 @@ fn codes(geometry: &paged::Geometry, most: usize, context: &Context) -> Option<C
     let key = Key::new(Unit::LATENT_CODES, "latent_codes")
         .with("DEPTH", depth as i64)
         .with("PIECES", most.div_ceil(ROWS).next_multiple_of(sure) as i64);
-    // As `SHARED_BYTES` in `cu/latent_codes.cu`: queries, two tiles, weights, scales of both tiles, factors, what groups tell each other.
-    let shared = 3 * (depth / 64) * BLOCK + BLOCK + 2 * 4 * 64 * 4 + ROWS * 4 + 320;
+    // As `SHARED_BYTES` in `cu/latent_codes.cu`: queries, two tiles, their scales and factors, ends of two units, what groups tell each other.
+    let shared = (depth / 64 + 2 * 9) * BLOCK + 2 * 4 * 64 * 8 + 2 * ROWS * 4 + 4 * ROWS * 4 + 336;
     (shared <= context.shared_per_block_optin() as usize).then_some(Choice {
         key,
-        threads: 384,
+        threads: 512,
         shared: shared as u32,
     })
 }
