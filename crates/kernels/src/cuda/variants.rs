@@ -111,7 +111,10 @@ fn latent() -> Vec<Key> {
     let codes = [(576, 2), (512, 1)].map(|(depth, pieces)| {
         Key::new(Unit::LATENT_CODES, "latent_codes").with("DEPTH", depth).with("PIECES", pieces)
     });
-    SOME.iter().map(of).chain(FEW.iter().map(few)).chain(WIDE.iter().map(wide)).chain(codes).collect()
+    let codes_few = [(576, 4), (512, 1)].map(|(depth, pieces)| {
+        Key::new(Unit::LATENT_CODES_FEW, "latent_codes_few").with("DEPTH", depth).with("PIECES", pieces)
+    });
+    SOME.iter().map(of).chain(FEW.iter().map(few)).chain(WIDE.iter().map(wide)).chain(codes).chain(codes_few).collect()
 }
 
 /// The same over picks.

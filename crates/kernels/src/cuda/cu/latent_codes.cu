@@ -1,244 +1,30 @@
-// Attention over latents in e4m3 on a Hopper: 64 query vectors a block, by four warpgroups, each of which works on a tile of its own turn.
+// Attention over latents in e4m3 on a Hopper: 64 query vectors a block, by four warpgroups, each of which works on a tile of its own turn:
+// two add values, each half of the result's columns; one makes weights; one widens (codes_ring.cuh).
 //
-//   scores     products of queries and a tile, softmax; weights take the room of the tile's rotary lanes, which nobody needs any more
-//   values     two groups, each half of the result's columns
-//   producer   makes tiles of bf16 out of codes, which is exact, and lays the block's queries out
-//
-// Scales never meet codes: a score is what the rotary lanes give, and then, for each 128 lanes, their product times their scale, in f32;
-// a weight is times its key's scale before it is rounded for a product, once for each 128 columns. What that rounding adds to the sum of
-// a row's weights is summed as well, and the result is divided by what was in fact added up: a row that one key decides would have that
-// key's scale rounded in every lane alike.
-//
-// Defines: DEPTH, 512 or 576: lanes of a latent, padded to a multiple of 64; PIECES of the largest item, a multiple of those that
-// one token's heads make. Queries are bf16.
-#include "codes.cuh"
+// Defines: DEPTH; PIECES of the largest item, a multiple of those that one token's heads make.
+#include "hopper.cuh"
 
-typedef Bf16 Element;
-constexpr u32 ROWS = 64, STAGES = 2;
+constexpr u32 ROWS = 64, PRODUCERS = 128;
+#include "codes_ring.cuh"
 #include "latent_softmax.cuh"
 
 constexpr u32 THREADS = 4 * GROUP;
 // Registers of a thread, of which a block has 128 each when it begins: groups that ask for more in all wait for ever.
-constexpr u32 PRODUCER = 72, SCORER = 104, ADDER = 168;
+constexpr u32 PRODUCER = 80, SCORER = 96, ADDER = 168;
 static_assert(PRODUCER + SCORER + 2 * ADDER <= 4 * 128, "see above");
-constexpr u32 WIDTH = 512, SCALES = WIDTH / LATENT_GROUP;
-constexpr u32 COLUMNS = DEPTH / LANES, ROPE_STEPS = (DEPTH - WIDTH) / 16;
-// From the first lane under a scale to the rotary ones, which every tile has room for.
-constexpr u32 ROPE_AT = WIDTH / LANES * BLOCK_BYTES, TILE_BYTES = ROPE_AT + BLOCK_BYTES;
-static_assert(DEPTH == 512 || DEPTH == 576, "see above");
 
-struct alignas(8) Scale {
-    float of, inverse;  // the latter 0 where it, or a rounding times it, might be none
-};
-constexpr u32 RING_AT = COLUMNS * BLOCK_BYTES;
-// Of each tile of the ring, SCALES rows of a scale a key, and what former sums of a row shrink by.
-constexpr u32 SCALES_AT = RING_AT + STAGES * TILE_BYTES;
-constexpr u32 FACTORS_AT = SCALES_AT + STAGES * SCALES * KEYS * sizeof(Scale);
-// Of two units in turn: what a row's sums are multiplied by, and its sum of weights.
-constexpr u32 ENDS_AT = FACTORS_AT + STAGES * ROWS * 4;
+// Of each tile of the ring, what former sums of a row shrink by; of two units in turn, what a row's sums are multiplied by, and its sum
+// of weights.
+constexpr u32 FACTORS_AT = AFTER_RING, ENDS_AT = FACTORS_AT + STAGES * ROWS * 4;
 constexpr u32 TOLD_AT = ENDS_AT + 2 * 2 * ROWS * 4;
-
-// What groups of a block tell each other: marks of the ring's tiles, of their weights, and that their room is free; of a unit and its
-// queries, and the unit, two in turn; of what ends a unit. Every thread arrives.
-struct Told {
-    Mark full[STAGES], weighed[STAGES], empty[STAGES], queries, queries_read, ended[2];
-    Unit units[2];
-};
 constexpr u32 SHARED_BYTES = TOLD_AT + sizeof(Told);
-static_assert(sizeof(Told) == 336, "as in exec/latents.rs");
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
-DEVICE Scale* scales_of(u8* shared, u32 slot, u32 group) {
-    return reinterpret_cast<Scale*>(shared + SCALES_AT) + (slot * SCALES + group) * KEYS;
-}
 DEVICE float* factors_of(u8* shared, u32 slot) { return reinterpret_cast<float*>(shared + FACTORS_AT) + slot * ROWS; }
 DEVICE float* ends_of(u8* shared, u32 turn) { return reinterpret_cast<float*>(shared + ENDS_AT) + turn % 2 * 2 * ROWS; }
-DEVICE Scale scale_with(u32 bits) {
-    const u32 exponent = bits >> 23 & 0xff;
-    const float of = bits_float(bits);
-    return Scale{of, exponent > 26 && exponent < 253 ? reciprocal(of) : 0.0f};
-}
-
-// ---- producer ----
-
-DEVICE U4 words_at(const u8* from) { return U4{word_at(from), word_at(from + 4), word_at(from + 8), word_at(from + 12)}; }
-
-// Eight threads have a row of a tile, and every sixteenth row.
-constexpr u32 TIMES = KEYS / (GROUP / PIECE), CHUNKS = WIDTH / 16 / PIECE;
-// What a thread has of a row: each eighth 16 codes of it, eight rotary lanes, and of the first threads a scale.
-struct Share {
-    U4 codes[CHUNKS], rope;
-    u32 scale;
-};
-// Where a row's bytes lie; null for rows of zeros.
-struct Latent {
-    const u8* at;
-    bool aligned, rope;
-
-    U4 load(u32 offset) const {
-        const u8* from = at + offset + thread_x() % PIECE * 16;
-        return !at ? U4{0, 0, 0, 0} : aligned ? load16(from) : words_at(from);
-    }
-    U4 codes(u32 chunk) const { return load(chunk * PIECE * 16); }
-    U4 lanes() const { return rope ? load(WIDTH + 4 * SCALES) : U4{0, 0, 0, 0}; }
-    u32 scale() const {
-        const u8* from = at + WIDTH + 4 * (thread_x() % SCALES);
-        return !at ? 0 : aligned ? *reinterpret_cast<const u32*>(from) : word_at(from);
-    }
-};
-// Rows of a unit's tiles, in the order in which a thread takes them. Page ids are asked for six rows before they are needed, a
-// row's bytes to come near three, and the bytes themselves one.
-constexpr u32 FAR = 6, NEAR = 3;
-struct Ahead {
-    i32 ids[FAR];  // pages of the rows after the one in hand; -1: not seen
-    u32 key;       // of the one in hand
-
-    void find(const Keys& keys, const Unit& unit, u32 after) {
-        const u32 of = key + after * (KEYS / TIMES), offset = of - keys.kv_offset;
-        ids[after - 1] = -1;
-        if (of >= unit.lo && of < unit.to) ids[after - 1] = keys.pages[keys.S == 1 ? offset : offset / keys.S];
-    }
-    // Where the row so many after the one in hand lies.
-    const u8* at(const Keys& keys, u32 after) const {
-        const u32 offset = key + after * (KEYS / TIMES) - keys.kv_offset, slot = keys.S == 1 ? 0 : offset % keys.S;
-        const u64 place = keys.k + u64(i64(ids[after - 1]) * keys.k_page + i64(slot) * keys.k_slot);
-        return ids[after - 1] < 0 ? nullptr : reinterpret_cast<const u8*>(place);
-    }
-    void ask(const Keys& keys, u32 after) const {
-        const u32 piece = thread_x() % PIECE, line = piece < 5 ? piece * 128 : WIDTH + SCALES * 4 + 2 * (DEPTH - WIDTH) - 1;
-        const u8* latent = at(keys, after);
-        if (latent && piece < 6) prefetch_l2(latent + line);
-    }
-    void next(const Keys& keys, const Unit& unit) {
-        UNROLL
-        for (u32 i = 0; i + 1 < FAR; i++) ids[i] = ids[i + 1];
-        key += KEYS / TIMES;
-        find(keys, unit, FAR);
-        ask(keys, NEAR);
-    }
-};
-// Lays a share into row `row` of a tile, and its scales beside; what has been laid gives its registers to what `next` has in its place.
-DEVICE void lay(u8* tile, Scale* scales, u32 row, Share& share, const Latent& next) {
-    const u32 piece = thread_x() % PIECE;
-    u8* to = tile + row * LANES * 2;
-    UNROLL
-    for (u32 j = 0; j < CHUNKS; j++) {
-        // 16 codes are two pieces, of which half of the threads write the second one first: none meets another in a bank.
-        const u32 chunk = j * PIECE + piece, turned = piece / 4, at = chunk % 4 * 2;
-        const Widened wide = widened(share.codes[j], turned);
-        share.codes[j] = next.codes(j);
-        u8* block = to + chunk / 4 * BLOCK_BYTES;
-        store16(block + ((at + turned) ^ (row % 8)) * 16, wide.first);
-        store16(block + ((at + 1 - turned) ^ (row % 8)) * 16, wide.second);
-    }
-    if (ROPE_STEPS > 0) store16(to + WIDTH / LANES * BLOCK_BYTES + (piece ^ (row % 8)) * 16, share.rope);
-    share.rope = next.lanes();
-    if (piece < SCALES) scales[piece * KEYS + row] = scale_with(share.scale);
-    share.scale = next.scale();
-}
-
-DEVICE void produce(const Attend& p, u8* shared, Told& told) {
-    const u32 thread = thread_x() % GROUP, D = p.D, E = D - WIDTH;
-    const bool aligned = p.flags & ALIGNED;
-    const u32 row = thread / PIECE, piece = thread % PIECE;
-    const bool rope = ROPE_STEPS > 0 && piece * PIECE < E;
-    Turn turn{0, 0};
-    u32 count = 0;
-    auto tell = [&](const Unit& unit) {
-        mark_wait(&told.queries_read, count % 2 ^ 1);
-        // Copies arrive by themselves, which says nothing of what was stored: that has an arrival of its own.
-        if (thread == 0) {
-            told.units[count % 2] = unit;
-            mark_arrive(&told.queries);
-        }
-    };
-    auto fetch_queries = [&](const Unit& unit) {
-        const Queries queries = queries_of<LATENTS>(p, unit.row, unit.q_begin, 0, sizeof(Element));
-        NO_UNROLL
-        for (u32 i = 0; i < TIMES; i++) {
-            const u32 row_of = row + i * (ROWS / TIMES), lane = unit.first + row_of;
-            const Element *nope = nullptr, *pe = nullptr;
-            if (lane < unit.output.lanes) {
-                const i64 token = lane / p.H, head = lane % p.H;
-                nope = reinterpret_cast<const Element*>(queries.at) + token * queries.token + head * queries.head;
-                pe = reinterpret_cast<const Element*>(queries.pe_at) + token * queries.pe_token + head * queries.pe_head;
-            }
-            u8* to = shared + row_of * LANES * 2 + (piece ^ (row_of % 8)) * 16;
-            UNROLL
-            for (u32 block = 0; block < COLUMNS; block++) {
-                // What may be named where nothing is read.
-                if (aligned && !nope) cp_async_16(to + block * BLOCK_BYTES, reinterpret_cast<const void*>(p.q.at), false);
-                else put(to + block * BLOCK_BYTES, nope, pe, block * LANES + piece * PIECE, WIDTH, D, aligned);
-            }
-        }
-    };
-    walk(p, [&](const Unit& unit) {
-        const Keys keys = keys_of<LATENTS>(p, unit.row_index, unit.row, 0, 1);
-        const u32 begin = unit.tile(), end = unit.tiles();
-        // In hand is the row before the first.
-        Ahead ahead;
-        ahead.key = begin * KEYS + row - KEYS / TIMES;
-        UNROLL
-        for (u32 i = 1; i <= FAR; i++) ahead.find(keys, unit, i);
-        UNROLL
-        for (u32 i = 1; i <= NEAR; i++) ahead.ask(keys, i);
-        const Latent first{ahead.at(keys, 1), aligned, rope};
-        Share share{};
-        UNROLL
-        for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = first.codes(j);
-        share.rope = first.lanes(), share.scale = first.scale();
-        // The first tile goes ahead: the queries' place is free later than a tile's.
-        u32 tile = begin;
-        NO_UNROLL
-        do {
-            if (tile < end) {
-                u8* to = shared + RING_AT + turn.slot * TILE_BYTES;
-                Scale* scales = scales_of(shared, turn.slot, 0);
-                mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
-                NO_UNROLL
-                for (u32 i = 0; i < TIMES; i++) {
-                    ahead.next(keys, unit);
-                    lay(to, scales, row + i * (KEYS / TIMES), share, Latent{ahead.at(keys, 1), aligned, rope});
-                }
-                async_fence();
-                mark_arrive(&told.full[turn.slot]);
-                turn.next();
-            }
-            if (tile == begin) {
-                tell(unit);
-                if (begin < end) fetch_queries(unit);
-                announce(&told.queries, aligned);
-                count += 1;
-            }
-            tile += 1;
-        } while (tile < end);
-    });
-    Unit last{};
-    last.over = true;
-    tell(last);
-    announce(&told.queries, aligned);
-    cp_async_commit();
-    cp_async_wait<0>();
-}
-
-// ---- consumers ----
 
 // The barrier of the group that makes weights.
 constexpr u32 SCORERS = 1;
-
-// Calls `each(unit, count)` for what the producer tells of; in the order in which it does.
-template <class Each>
-DEVICE void each_unit(Told& told, Each each) {
-    NO_UNROLL
-    for (u32 count = 0;; count++) {
-        mark_wait(&told.queries, count % 2);
-        const Unit& unit = told.units[count % 2];
-        if (unit.over) break;
-        each(unit, count);
-    }
-}
-// Of the tiles that a block has had, which one's turn it is in the ring.
-DEVICE Turn turn_of(u32 tiles) { return Turn{tiles % STAGES, tiles / STAGES % 2}; }
 
 // A descriptor of whose lower word the compiler knows nothing.
 DEVICE u64 again(u64 desc) { return (desc & ~0xffffffffull) | opaque(u32(desc)); }
@@ -358,13 +144,12 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
                 wgmma_wait<0>();
                 if (group == 0) pin(scores);
                 pin(part);
-                const Scale* scales = scales_of(shared, turn.slot, group) + 2 * t;
+                const float* scales = key_scales_of(shared, turn.slot, group) + 2 * t;
                 UNROLL
                 for (u32 j = 0; j < KEYS / 8; j++) {
-                    const U4 two = load16(scales + 8 * j);
+                    const Two two = *reinterpret_cast<const Two*>(scales + 8 * j);
                     UNROLL
-                    for (u32 i = 0; i < 4; i++)
-                        scores[4 * j + i] = fused(part[4 * j + i], bits_float(i % 2 ? two.z : two.x), scores[4 * j + i]);
+                    for (u32 i = 0; i < 4; i++) scores[4 * j + i] = fused(part[4 * j + i], i % 2 ? two.y : two.x, scores[4 * j + i]);
                 }
             }
             if (tile + 1 == end) mark_arrive(&told.queries_read);
@@ -471,20 +256,7 @@ DEVICE void add_tiles(const Attend& p, u8* shared, Told& told, u32 half) {
 MSTAR_KERNEL(latent_codes, Attend, THREADS, 1) {
     SHARED(shared);
     Told& told = *reinterpret_cast<Told*>(shared + TOLD_AT);
-    if (thread_x() == 0) {
-        UNROLL
-        for (u32 slot = 0; slot < STAGES; slot++) {
-            mark_init(&told.full[slot], GROUP);
-            mark_init(&told.weighed[slot], GROUP);
-            mark_init(&told.empty[slot], 2 * GROUP);
-        }
-        mark_init(&told.queries, GROUP + 1);
-        mark_init(&told.queries_read, 3 * GROUP);
-        mark_init(&told.ended[0], GROUP);
-        mark_init(&told.ended[1], GROUP);
-        marks_ready();
-    }
-    block_sync();
+    start(told, 2 * GROUP);
     const u32 group = group_index();
     if (group == 3) {
         registers_fewer<PRODUCER>();

@@ -80,7 +80,7 @@ pub(super) fn hopper(
     context: &Context,
 ) -> Option<Choice> {
     if context.is_hopper() && latents_in_codes(geometry) {
-        return codes(geometry, most, context);
+        return codes(geometry, walk, most, context);
     }
     if !context.is_hopper() || !latents_in_tensors(geometry) {
         return None;
@@ -110,17 +110,25 @@ pub(super) fn hopper(
     Some(Choice { key, threads: HOPPER_THREADS, shared: shared(stages) as u32 })
 }
 
-/// The Hopper's kernel over latents in e4m3, which has 64 query vectors a block whatever the heads.
-fn codes(geometry: &paged::Geometry, most: usize, context: &Context) -> Option<Choice> {
-    const ROWS: usize = 64;
-    const BLOCK: usize = ROWS * 64 * 2;
+/// The Hopper's kernels over latents in e4m3. As of the others, which of the two changes bits, and follows from the heads and the row's
+/// family.
+fn codes(geometry: &paged::Geometry, walk: Walk, most: usize, context: &Context) -> Option<Choice> {
+    const BLOCK: usize = 64 * 64 * 2;
+    let few = walk == Walk::Few && geometry.num_qo_heads <= LATENT_TREE_HEADS;
+    let (unit, entry, rows) = match few {
+        true => (Unit::LATENT_CODES_FEW, "latent_codes_few", 16),
+        false => (Unit::LATENT_CODES, "latent_codes", 64),
+    };
     let depth = geometry.head_dim_qk.next_multiple_of(64);
-    let sure = geometry.num_qo_heads.div_ceil(ROWS);
-    let key = Key::new(Unit::LATENT_CODES, "latent_codes")
+    let sure = geometry.num_qo_heads.div_ceil(rows);
+    let key = Key::new(unit, entry)
         .with("DEPTH", depth as i64)
-        .with("PIECES", most.div_ceil(ROWS).next_multiple_of(sure) as i64);
-    // As `SHARED_BYTES` in `cu/latent_codes.cu`: queries, two tiles, their scales and factors, ends of two units, what groups tell each other.
-    let shared = (depth / 64 + 2 * 9) * BLOCK + 2 * 4 * 64 * 8 + 2 * ROWS * 4 + 4 * ROWS * 4 + 336;
+        .with("PIECES", most.div_ceil(rows).next_multiple_of(sure) as i64);
+    // As `SHARED_BYTES` in both: queries, two tiles and their scales, places of latents, what former sums shrink by, ends of two units (a factor and a
+    // sum, or a factor for each group of lanes), what warps tell each other, and groups.
+    let ring = rows * depth * 2 + 2 * 9 * BLOCK + 2 * 4 * 64 * (8 + 4) + 4 * 64 * 8 + 192;
+    let ends = if few { 2 * 4 * rows * 4 + 2 * 4 * rows * 4 } else { 2 * 2 * rows * 4 };
+    let shared = ring + 2 * rows * 4 + ends + 336;
     (shared <= context.shared_per_block_optin() as usize).then_some(Choice {
         key,
         threads: 512,

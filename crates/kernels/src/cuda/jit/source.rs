@@ -41,6 +41,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("latent_unit.cuh"),
     file!("latent_ring.cuh"),
     file!("latent_softmax.cuh"),
+    file!("codes_ring.cuh"),
     file!("tile.cuh"),
     file!("task.cuh"),
     file!("decode_ring.cuh"),
@@ -92,6 +93,8 @@ impl Unit {
 
     /// Over latents in e4m3, on a Hopper.
     pub const LATENT_CODES: Unit = unit!("latent_codes.cu");
+    /// The same, few query vectors an item.
+    pub const LATENT_CODES_FEW: Unit = unit!("latent_codes_few.cu");
 
     /// Index scores.
     pub const SCORES: Unit = unit!("scores.cu");
@@ -117,6 +120,7 @@ impl Unit {
         Unit::LATENT_FEW,
         Unit::LATENT_WIDE,
         Unit::LATENT_CODES,
+        Unit::LATENT_CODES_FEW,
         Unit::SCORES,
         Unit::SCORES_WIDE,
         Unit::TOPK,
