@@ -108,13 +108,19 @@ fn latent() -> Vec<Key> {
     };
     let of = |values: &[i64; 7]| with_all(Key::new(Unit::LATENT, "latent_attend"), LATENTS, *values);
     // In e4m3: depth, pieces.
-    let codes = [(576, 2), (512, 1)].map(|(depth, pieces)| {
+    let codes = [(576, 2)].map(|(depth, pieces)| {
         Key::new(Unit::LATENT_CODES, "latent_codes").with("DEPTH", depth).with("PIECES", pieces)
     });
-    let codes_few = [(576, 4), (512, 1)].map(|(depth, pieces)| {
+    let codes_few = [(576, 1), (512, 4)].map(|(depth, pieces)| {
         Key::new(Unit::LATENT_CODES_FEW, "latent_codes_few").with("DEPTH", depth).with("PIECES", pieces)
     });
-    SOME.iter().map(of).chain(FEW.iter().map(few)).chain(WIDE.iter().map(wide)).chain(codes).chain(codes_few).collect()
+    SOME.iter()
+        .map(of)
+        .chain(FEW.iter().map(few))
+        .chain(WIDE.iter().map(wide))
+        .chain(codes)
+        .chain(codes_few)
+        .collect()
 }
 
 /// The same over picks.

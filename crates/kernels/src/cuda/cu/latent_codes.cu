@@ -111,6 +111,35 @@ DEVICE void store(const Attend& p, const Unit& unit, const Sums& sums, u32 half,
     }
 }
 
+// As `weigh`, but what a row's weights stand against is kept while its largest score is less than so much above it, in base-2 logits:
+// then nothing that was summed before shrinks.
+constexpr float SLACK = 8.0f;
+DEVICE void weigh_with_slack(float (&scores)[KEYS / 2], float step, float (&top)[2], float (&sum)[2], float (&alpha)[2]) {
+    UNROLL
+    for (u32 r = 0; r < 2; r++) {
+        // A NaN is passed over here, and makes the sum NaN.
+        float most_now = -infinity();
+        UNROLL
+        for (u32 j = 0; j < KEYS / 8; j++) most_now = larger(most_now, larger(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
+        most_now = larger(most_now, shfl_xor(most_now, 1));
+        most_now = larger(most_now, shfl_xor(most_now, 2)) * step;
+        const bool first = top[r] == -infinity(), over = first || most_now > top[r] + SLACK;
+        const float now = over ? most_now : top[r], reference = now == -infinity() ? 0.0f : now;
+        alpha[r] = first || !over ? 1.0f : ex2(top[r] - now);
+        top[r] = now;
+        float added[2] = {0.0f, 0.0f};
+        UNROLL
+        for (u32 j = 0; j < KEYS / 8; j++)
+            UNROLL
+            for (u32 e = 0; e < 2; e++) {
+                float& s = scores[4 * j + 2 * r + e];
+                s = ex2(fused(s, step, -reference));
+                added[e] += s;
+            }
+        sum[r] = sum[r] * alpha[r] + (added[0] + added[1]);
+    }
+}
+
 DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
     u32 tiles = 0;
     each_unit(told, [&](const Unit& unit, u32 count) {
@@ -168,7 +197,7 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
                 }
             }
             float alpha[2];
-            weigh(scores, step, top, sum, alpha);
+            weigh_with_slack(scores, step, top, sum, alpha);
             // Weights go, as f16, where the rotary lanes were, which all warps have read by here. This lane has a row of each pair of 8 x 8
             // matrices; pieces are turned by the row.
             named_sync(SCORERS, GROUP);
