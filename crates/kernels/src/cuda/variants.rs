@@ -107,20 +107,11 @@ fn latent() -> Vec<Key> {
         if boxes == 1 { key.with("BOXES", 1) } else { key }
     };
     let of = |values: &[i64; 7]| with_all(Key::new(Unit::LATENT, "latent_attend"), LATENTS, *values);
-    // In e4m3: depth, pieces.
-    let codes = [(576, 2)].map(|(depth, pieces)| {
-        Key::new(Unit::LATENT_CODES, "latent_codes").with("DEPTH", depth).with("PIECES", pieces)
-    });
-    let codes_few = [(576, 1), (512, 4)].map(|(depth, pieces)| {
-        Key::new(Unit::LATENT_CODES_FEW, "latent_codes_few").with("DEPTH", depth).with("PIECES", pieces)
-    });
-    SOME.iter()
-        .map(of)
-        .chain(FEW.iter().map(few))
-        .chain(WIDE.iter().map(wide))
-        .chain(codes)
-        .chain(codes_few)
-        .collect()
+    // In e4m3.
+    let codes = [(Unit::LATENT_CODES, "latent_codes", 2), (Unit::LATENT_CODES_FEW, "latent_codes_few", 1)];
+    let codes =
+        codes.map(|(unit, entry, pieces)| Key::new(unit, entry).with("DEPTH", 576).with("PIECES", pieces));
+    SOME.iter().map(of).chain(FEW.iter().map(few)).chain(WIDE.iter().map(wide)).chain(codes).collect()
 }
 
 /// The same over picks.
