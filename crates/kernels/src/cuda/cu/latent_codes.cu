@@ -90,23 +90,26 @@ DEVICE void store(const Attend& p, const Unit& unit, const Sums& sums, u32 half,
         const u32 lane_of = unit.first + my_row() + 8 * r;
         if (lane_of >= unit.output.lanes) continue;
         const u32 first_column = half * (WIDTH / 2) + lane() % 4 * 2;
-        float* state = unit.output.direct() ? nullptr : unit.output.acc(lane_of);
-        Element* to = unit.output.direct() ? output_row<Element>(p, unit.output, lane_of) : nullptr;
-        const bool pairs = reinterpret_cast<u64>(to) % 4 == 0;
+        const bool direct = unit.output.direct();
+        // Where it goes is found out once: not again behind each store, which might have changed it.
+        u64 at = direct ? reinterpret_cast<u64>(output_row<Element>(p, unit.output, lane_of) + first_column)
+                        : reinterpret_cast<u64>(unit.output.acc(lane_of) + first_column);
+        pin(at);
         UNROLL
         for (u32 part = 0; part < 2; part++)
             UNROLL
             for (u32 j = 0; j < LATENT_GROUP / 8; j++) {
-                const u32 column = first_column + part * LATENT_GROUP + 8 * j;
+                const u32 column = part * LATENT_GROUP + 8 * j;
                 const float a = sums.of[part][4 * j + 2 * r] * factors[part][r], b = sums.of[part][4 * j + 2 * r + 1] * factors[part][r];
-                if (state) {
-                    *reinterpret_cast<Two*>(state + column) = Two{a, b};
+                if (!direct) {
+                    *reinterpret_cast<Two*>(reinterpret_cast<float*>(at) + column) = Two{a, b};
                     continue;
                 }
                 // -0 becomes 0: whether a hidden key was skipped or weighed 0 must not show.
                 const u32 word = pack<Element>(a + 0.0f, b + 0.0f);
-                if (pairs) *reinterpret_cast<u32*>(to + column) = word;
-                else to[column].bits = u16(word), to[column + 1].bits = u16(word >> 16);
+                Element* to = reinterpret_cast<Element*>(at) + column;
+                if (at % 4 == 0) *reinterpret_cast<u32*>(to) = word;
+                else to[0].bits = u16(word), to[1].bits = u16(word >> 16);
             }
     }
 }
