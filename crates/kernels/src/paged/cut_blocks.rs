@@ -48,8 +48,8 @@ pub(super) struct Scratch {
 /// Multiprocessors of a large device: as many items over latents are worked on at a time.
 const MULTIPROCESSORS: u64 = 132;
 
-/// What a leaf of an item over latents costs, and the item's end, for one another.
-const LATENT_COSTS: [u64; 2] = [4, 1];
+/// Keys whose sums cost an item over latents as much as its end.
+const LATENT_END: u64 = 64;
 
 /// Leaves of an item over latents, as a power of two. Changes no bit: their states are joined as a merge would join them.
 fn latent_level(list: &WorkList) -> u32 {
@@ -67,7 +67,7 @@ fn latent_level(list: &WorkList) -> u32 {
     }
     // Items of a round are worked on at a time; what the last round leaves idle is worth a few more ends.
     let mut items = [0u64; LATENT_LEAVES as usize + 1];
-    let mut longest = 1;
+    let mut longest = [0u64; LATENT_LEAVES as usize + 1];
     let mut most = if geometry.head_dim_vo == LATENT_WIDTH { LATENT_LEAVES } else { LATENT_LEAVES_AT_HAND };
     for row in list.rows.iter().filter(|row| is_few(row)) {
         // The kernel that joins has room for no more query vectors.
@@ -78,14 +78,16 @@ fn latent_level(list: &WorkList) -> u32 {
         if first > 0 || (row.q_len as usize * heads) < LATENT_TREE_HEADS {
             most = most.min(LATENT_LEAVES_AT_HAND);
         }
-        longest = longest.max(u64::from(end - first));
-        for (level, items) in items.iter_mut().enumerate().filter(|_| first < end) {
+        for (level, (items, longest)) in
+            items.iter_mut().zip(&mut longest).enumerate().filter(|_| first < end)
+        {
             *items += u64::from(((end - 1) >> level) - (first >> level) + 1);
+            *longest = (*longest).max(u64::from((end - first).min(1 << level)) * u64::from(row.leaf_keys));
         }
     }
-    let [leaf, item] = LATENT_COSTS;
     let time = |level: u32| {
-        items[level as usize].div_ceil(MULTIPROCESSORS) * (leaf * longest.min(1 << level) + item)
+        let level = level as usize;
+        items[level].div_ceil(MULTIPROCESSORS) * (longest[level] + LATENT_END)
     };
     (0..=most).rev().min_by_key(|&level| time(level)).unwrap_or(0)
 }

@@ -37,6 +37,9 @@ pub(crate) const LATENT_LEAVES_AT_HAND: u32 = 3;
 /// Keys a leaf of such rows: short, so that a row alone is spread over many blocks; an item of many rows has several.
 pub(crate) const LATENT_TREE_LEAF: u32 = 256;
 
+/// Keys of a row up to which they are so short: a longer row has enough of twice the length, each end of which costs a block a microsecond.
+pub(crate) const LATENT_TREE_SHORT: u32 = 12_288;
+
 /// The widest latent and value that the tensor-core kernels over latents take.
 pub(crate) const LATENT_DEPTH: usize = 640;
 /// As before.
@@ -132,7 +135,11 @@ impl Stored {
                 if latents_by_tasks(geometry, target, kernels)
                     && q_len * geometry.group() <= LATENT_TREE_HEADS =>
             {
-                LATENT_TREE_LEAF
+                if kv_len > LATENT_TREE_SHORT {
+                    2 * LATENT_TREE_LEAF
+                } else {
+                    LATENT_TREE_LEAF
+                }
             }
             Family::Latent if target == Target::Blocks && geometry.group() > LATENT_FEW_HEADS => {
                 let whole = kv_len.clamp(1, LATENT_LONGEST_LEAF * 4).next_power_of_two();
