@@ -3,8 +3,7 @@
 // A merge takes its parts in the order of their leaves, joins a node with its left sibling as soon as both are there, and
 // passes nodes without one up as they are (work.rs, cpu/paged/state.rs: Tree). Parts of a list for blocks are neighbours of one height.
 //
-// Defines: Q_TYPE, the output's (0 f32, 1 bf16, 2 f16); RUNS (0: all lanes of a warp for a node; 2: eight, where there are fewer query
-// vectors than a device has warps). It changes no bit, and each is a unit of its own, since code that nobody runs is in the way of what runs.
+// Defines: Q_TYPE, the output's (0 f32, 1 bf16, 2 f16).
 #include "tree.cuh"
 
 #if Q_TYPE == 0
@@ -54,6 +53,11 @@ DEVICE void merge_all(const Attend& p, u32 merges, u32 pieces) {
 
 MSTAR_KERNEL(merge, Attend, 128, 3) {
     const u32 merges = p.image->merges - (p.tickets ? p.image->fused : 0);
-    // Each merge is cut into `walk` pieces, a block each.
-    merge_all<RUNS>(p, merges, p.walk);
+    // Each merge is cut into `walk` pieces, a block each; eight lanes a node take four times as many.
+    const u64 vectors = u64(merges) * p.walk * WARPS;
+    if (vectors < MANY_VECTORS) {
+        merge_all<2>(p, merges, p.walk * 4);
+    } else {
+        merge_all<0>(p, merges, p.walk);
+    }
 }

@@ -293,8 +293,7 @@ impl OnDevice {
         let same =
             |ready: &Option<Ready>, key: &Option<Key>| ready.as_ref().map(|ready| &ready.key) == key.as_ref();
         if !(same(&self.few, &keys[0]) && same(&self.many, &keys[1]) && same(&self.merge, &keys[2])) {
-            let either = merged.as_ref().map(|_| merge::either(work));
-            let keys: Vec<Key> = keys.into_iter().flatten().chain(either.into_iter().flatten()).collect();
+            let keys: Vec<Key> = keys.into_iter().flatten().collect();
             jit::prepare(device, &keys)?;
             let ready = |choice: &Option<Choice>| {
                 choice.as_ref().map(|choice| Ready::of(choice, device, context)).transpose()
@@ -304,7 +303,7 @@ impl OnDevice {
         // A captured run has as many blocks as the device holds, another no more than it has work for; neither launches what finds
         // nothing to do over pages. Where there is something at another time, that is another captured run: see `capture_key`.
         let pieces = merge::pieces(work);
-        let blocks_of = pieces as usize;
+        let blocks_of = pieces as usize * merge::MORE_PIECES;
         let work_of = [work.few, work.items.len() - work.few, work.merges.len().saturating_mul(blocks_of)];
         let readies = [&mut self.few, &mut self.many, &mut self.merge];
         for ((ready, work_of), walk) in

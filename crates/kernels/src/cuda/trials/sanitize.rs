@@ -133,9 +133,6 @@ fn blocks(runner: &Runner) {
 fn latents(runner: &Runner) {
     let of = |h, c, e| OverLatents { h, c, e, page: 16, offset: 0, kernels: Kernels::Auto };
     let mma = |h, c, e| OverLatents { kernels: Kernels::Mma, ..of(h, c, e) };
-    // Enough query vectors for a warp each when rows' items are joined.
-    let many: Vec<Row> = (0..10).map(|id| row(id, 1, 290 + id as usize)).collect();
-    runner.run(&of(16, 512, 64), &many, BF16, 0, HOPPER);
     for (dtype, family, shared) in [
         (F32, of(2, 512, 64), HOPPER),
         (BF16, of(16, 512, 64), HOPPER),
