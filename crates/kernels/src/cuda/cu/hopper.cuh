@@ -188,14 +188,6 @@ DEVICE void wgmma_rs(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add) {
     Product<T, N, false, B_MN>::registers(d, a, b, add);
 }
 
-// The same operand (`tile_desc`) `bytes` further on. An address never carries out of the lower word: said so, it is one addition, and not
-// three that wait for each other before each product.
-DEVICE u64 desc_on(u64 desc, u32 bytes) {
-    u64 r;
-    asm("{\n.reg .u32 lo, hi;\nmov.b64 {lo, hi}, %1;\nadd.u32 lo, lo, %2;\nmov.b64 %0, {lo, hi};\n}" : "=l"(r) : "l"(desc), "r"(bytes >> 4));
-    return r;
-}
-
 // ---- fragments ----
 // ldmatrix_x4 the other way round: lane l names row l % 8 of matrix l / 8 (16 bytes, aligned), register i is of matrix i.
 DEVICE void stmatrix_x4(void* row, const u32 (&r)[4]) {
@@ -224,3 +216,5 @@ DEVICE u32 halves_of_e4m3(u16 two) {
 DEVICE u64 tile_desc(const void* at, u32 leading, u32 stride) {
     return u64(shared_address(at) >> 4 & 0x3fff) | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
 }
+// The same operand `bytes` further on.
+DEVICE u64 desc_on(u64 desc, u32 bytes) { return desc + (bytes >> 4); }

@@ -266,8 +266,7 @@ DEVICE void produce_few(const Attend& p, u8* shared, FewTold& told) {
         if (!begun) book = book_of(p, work), ids = ids_of(p, book, begin);
         Book book_after{};
         u32 tile = begin;
-        // Two tiles go ahead, but for what lies behind the second's values: the queries' place is free later than theirs. At first it is free.
-        const u32 asked_at = count == 0 || begin + 1 >= end ? begin : begin + 1;
+        // The first tile goes ahead: the queries' place is free later than a tile's.
         NO_UNROLL
         do {
             const Ids mine = ids;
@@ -277,37 +276,38 @@ DEVICE void produce_few(const Attend& p, u8* shared, FewTold& told) {
                 book_after = book_of(p, next);
                 ids = ids_of(p, book_after, book_after.lo / KEYS);
             }
-            const bool there = tile < end, whole = in_line && book.whole && tile * KEYS >= book.lo && tile * KEYS + KEYS <= book.to;
-            Latents latents;
-            Mark* full = &told.full[turn.slot];
-            u8* behind = shared + REST_AT + rest * REST_BYTES;
-            if (there) {
+            if (tile < end) {
                 mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
-                u8* values = shared + RING_AT + turn.slot * VALUE_BYTES;
-                if (whole) {
-                    const i64 slot = (tile * KEYS - book.kv_offset) % p.S;
-                    latents.at[0] = reinterpret_cast<const Element*>(p.k.at) + i64(mine.page[0]) * p.k.stride[0] + slot * p.k.stride[1];
-                    fetch_in_line<0, PARTS>(values, latents.at[0]);
-                } else {
-                    latents = places_of(p, book, tile, mine);
-                    fetch_blocks<0, PARTS>(values + at, latents, p.D, aligned);
-                }
+                u8 *values = shared + RING_AT + turn.slot * VALUE_BYTES, *behind = shared + REST_AT + rest * REST_BYTES;
+                Mark* full = &told.full[turn.slot];
                 turn.next();
                 rest = rest + 1 == RESTS ? 0 : rest + 1;
+                // What lies behind the values, of which there is one less, is free as soon as the next tile's values have room.
+                auto await_rest = [&]() {
+                    if (RESTS < STAGES) mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
+                };
+                if (in_line && book.whole && tile * KEYS >= book.lo && tile * KEYS + KEYS <= book.to) {
+                    const i64 slot = (tile * KEYS - book.kv_offset) % p.S;
+                    const Element* latents = reinterpret_cast<const Element*>(p.k.at) + i64(mine.page[0]) * p.k.stride[0] + slot * p.k.stride[1];
+                    fetch_in_line<0, PARTS>(values, latents);
+                    if (REST) {
+                        await_rest();
+                        fetch_in_line<PARTS, COLUMNS>(behind, latents);
+                    }
+                } else {
+                    const Latents latents = places_of(p, book, tile, mine);
+                    fetch_blocks<0, PARTS>(values + at, latents, p.D, aligned);
+                    if (REST) {
+                        await_rest();
+                        fetch_blocks<PARTS, COLUMNS>(behind + at, latents, p.D, aligned);
+                    }
+                }
+                announce(full, aligned);
             }
-            if (tile == asked_at) {
+            if (tile == begin) {
                 tell(work);
                 if (begin < end) fetch_queries(p, shared + at, work, aligned);
                 announce(&told.queries, aligned);
-            }
-            if (there) {
-                if (REST) {
-                    // What lies behind the values, of which there is one less, is free as soon as the next tile's values have room.
-                    if (RESTS < STAGES) mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
-                    if (whole) fetch_in_line<PARTS, COLUMNS>(behind, latents.at[0]);
-                    else fetch_blocks<PARTS, COLUMNS>(behind + at, latents, p.D, aligned);
-                }
-                announce(full, aligned);
             }
             tile += 1;
         } while (tile < end);

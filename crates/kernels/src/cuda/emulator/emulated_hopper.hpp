@@ -242,7 +242,6 @@ DEVICE void wgmma_wait() {
 template <u32 N>
 DEVICE void pin(float (&)[N]) {}
 DEVICE void pin(u64&) {}
-DEVICE u64 desc_on(u64 desc, u32 bytes) { return desc + (bytes >> 4); }
 template <class T, u32 N, bool A_MN, bool B_MN>
 DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, bool add) {
     emulated::product<T>(d, N, nullptr, a, b, A_MN, B_MN, add);
