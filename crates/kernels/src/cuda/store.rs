@@ -82,14 +82,14 @@ fn slots_of(to: &TensorRef<'_>) -> (u64, u32) {
 ///
 /// # Errors
 /// A kernel that cannot be built; what a launch is refused with.
-pub(crate) fn heads(
+pub(crate) fn heads<'a>(
     stream: &Stream,
     slots: &TensorRef<'_>,
-    sides: &mut [fp8::HeadsInCodes<'_>],
+    sides: impl IntoIterator<Item = fp8::HeadsInCodes<'a>>,
 ) -> Result<()> {
     let mut params = Both::default();
     let mut units = 0usize;
-    for (of, side) in params.of.iter_mut().zip(sides) {
+    for (of, mut side) in params.of.iter_mut().zip(sides) {
         let (to, beside) = (side.codes.as_mut_ptr() as u64, side.scales.as_mut_ptr() as u64);
         let (entries, codes, scales) = (&side.entries, side.codes.as_ref(), side.scales.as_ref());
         let (limit, page_size) = slots_of(&codes);

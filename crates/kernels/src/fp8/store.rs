@@ -30,11 +30,11 @@ pub fn store_heads(
     codes: TensorMut<'_>,
     scales: TensorMut<'_>,
 ) -> Result<()> {
-    let mut side = [HeadsInCodes { entries, codes, scales }];
+    let side = [HeadsInCodes { entries, codes, scales }];
     check_heads(stream, &slots, &side[0])?;
     #[cfg(feature = "cuda")]
     if stream.device() != Device::Cpu {
-        return crate::cuda::store::heads(stream, &slots, &mut side);
+        return crate::cuda::store::heads(stream, &slots, side);
     }
     side.into_iter().try_for_each(|side| store_here(&slots, side))
 }
@@ -43,17 +43,13 @@ pub fn store_heads(
 ///
 /// # Errors
 /// As [`store_heads`]; nothing is then written of either.
-pub fn store_both_heads(
-    stream: &Stream,
-    slots: TensorRef<'_>,
-    mut both: [HeadsInCodes<'_>; 2],
-) -> Result<()> {
+pub fn store_both_heads(stream: &Stream, slots: TensorRef<'_>, both: [HeadsInCodes<'_>; 2]) -> Result<()> {
     for side in &both {
         check_heads(stream, &slots, side)?;
     }
     #[cfg(feature = "cuda")]
     if stream.device() != Device::Cpu {
-        return crate::cuda::store::heads(stream, &slots, &mut both);
+        return crate::cuda::store::heads(stream, &slots, both);
     }
     both.into_iter().try_for_each(|side| store_here(&slots, side))
 }

@@ -214,6 +214,7 @@ fn fragments_come_back_and_bytes_become_halves() {
 }
 
 /// Three groups of a block of 384, which is launched with 168 registers each.
+#[cfg(feature = "emulator")]
 const REGISTERS: Unit = Unit::of(
     "registers.cu",
     "#include \"hopper.cuh\"\n\
