@@ -32,6 +32,7 @@ mod pool;
 mod queue;
 pub(crate) mod store;
 pub(crate) mod synth;
+#[cfg_attr(not(feature = "lists"), allow(dead_code, reason = "maps are for kernels over lists"))]
 pub(crate) mod tensor_map;
 #[cfg(test)]
 mod tests;

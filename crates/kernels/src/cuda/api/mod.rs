@@ -275,6 +275,7 @@ pub(crate) trait Api: Send + Sync {
     unsafe fn blocks_per_sm(&self, context: Handle, function: Handle, block: u32, shared: u32)
     -> Called<u32>;
     /// What a kernel is told of a tensor, so that it may ask for boxes of it.
+    #[cfg_attr(not(feature = "lists"), allow(dead_code, reason = "maps are for kernels over lists"))]
     fn encode_map(&self, boxes: &Boxes) -> Called<TensorMap>;
     /// Launches a kernel of one parameter of `bytes` bytes, which are read before the call returns.
     ///
