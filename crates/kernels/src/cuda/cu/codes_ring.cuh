@@ -61,15 +61,43 @@ DEVICE Scale scale_with(u32 bits) {
 
 DEVICE U4 words_at(const u8* from) { return U4{word_at(from), word_at(from + 4), word_at(from + 8), word_at(from + 12)}; }
 
-// Eight threads have a row of a tile, and every so many rows one. Two rows lie side by side among sixteen threads, so that none of eight
-// who store together meets another in a bank.
-constexpr u32 APART = PRODUCERS / PIECE, TIMES = KEYS / APART, CHUNKS = WIDTH / 16 / PIECE, WARP_ROWS = 4;
-DEVICE u32 widened_row() { return thread_x() % PRODUCERS / 16 * 2 + thread_x() / 4 % 2; }
-DEVICE u32 widened_piece() { return thread_x() % 16 / 8 * 4 + thread_x() % 4; }
-static_assert(PIECE * 16 == LATENT_GROUP && CHUNKS == SCALES, "a row's chunk of 16 codes a thread has one scale");
-
-// Where a latent's bytes lie; of one that nobody sees, where something may be read: its codes and scales are 0.
+// Eight threads have a row of a tile, and every so many rows one.
+constexpr u32 APART = PRODUCERS / PIECE, TIMES = KEYS / APART, CHUNKS = WIDTH / 16 / PIECE;
+// What a thread has of a row: each eighth 16 codes of it, eight rotary lanes, and of the first threads a scale.
+struct Share {
+    U4 codes[CHUNKS], rope;
+    u32 scale;
+};
+// Where a row's bytes lie, and whether somebody sees it: of others, which lie where something may be read, scales are 0, and what codes
+// stand for is finite.
 constexpr u64 UNSEEN = 1ull << 63;
+template <bool ALIGNED>
+struct Latent {
+    u64 place;
+
+    bool seen() const { return !(place & UNSEEN); }
+    const u8* at(u32 offset) const { return reinterpret_cast<const u8*>(place & ~UNSEEN) + offset; }
+    U4 load(u32 offset) const {
+        const u8* from = at(offset + thread_x() % PIECE * 16);
+        return ALIGNED ? load16_once(from) : words_at(from);
+    }
+    U4 codes(u32 chunk) const { return load(chunk * PIECE * 16); }
+    U4 lanes(u32 E) const {
+        U4 words{0, 0, 0, 0};
+        if (thread_x() % PIECE * PIECE < E) words = load(WIDTH + 4 * SCALES);
+        return words;
+    }
+    u32 scale() const {
+        const u8* from = at(WIDTH + 4 * (thread_x() % SCALES));
+        const u32 word = ALIGNED ? float_bits(load_here(reinterpret_cast<const float*>(from))) : word_at(from);
+        return seen() ? word : 0;
+    }
+    // Asks for the lines that they are in.
+    void ask() const {
+        const u32 piece = thread_x() % PIECE, line = piece < 5 ? piece * 128 : WIDTH + SCALES * 4 + 2 * (DEPTH - WIDTH) - 1;
+        if (seen() && piece < 6) prefetch_l2(at(line));
+    }
+};
 DEVICE u64* places_of(u8* shared, u32 tile) { return reinterpret_cast<u64*>(shared + PLACES_AT) + tile % PLACES * KEYS; }
 // A unit, and what its latents are looked up by; in shared memory, rather than in everybody's registers.
 struct Book {
@@ -99,82 +127,48 @@ DEVICE u32 nans_in(const U4& codes) {
             ((codes.w & 0x7f7f7f7fu) + 0x01010101u)) &
            0x80808080u;
 }
-// A row of a tile in each of its blocks. Codes wait in the last ones to be widened, pieces turned so that eight threads who load together
-// do not meet in a bank.
-DEVICE u8* waiting(u8* tile, u32 row, u32 chunk) {
-    return tile + (WIDTH / LANES - CHUNKS + chunk) * BLOCK_BYTES + row * LANES * 2 + (widened_piece() ^ row % 2 * 4) * 16;
-}
-// Asks for a row: this thread's codes, rotary lanes, and, of the first threads, a scale.
-DEVICE void stage(u8* tile, float* key_scales, u32 row, u64 place, u32 E, bool aligned) {
-    const u32 piece = widened_piece();
-    const bool seen = !(place & UNSEEN), rope = seen && piece * PIECE < E;
-    const u8* latent = reinterpret_cast<const u8*>(place & ~UNSEEN);
-    const u8 *codes = latent + piece * 16, *lanes = latent + (rope ? WIDTH + 4 * SCALES + piece * 16 : 0);
-    u8* rope_to = tile + ROPE_AT + row * LANES * 2 + (piece ^ row % 8) * 16;
-    float* scale_to = key_scales + piece % SCALES * KEYS + row;
-    const u8* scale = latent + WIDTH + 4 * (piece % SCALES);
-    if (aligned) {
-        UNROLL
-        for (u32 j = 0; j < CHUNKS; j++) cp_async_16(waiting(tile, row, j), codes + j * PIECE * 16, seen);
-        if (ROPE_STEPS > 0) cp_async_16(rope_to, lanes, rope);
-        if (piece < SCALES && seen) cp_async_4(scale_to, scale);
-    } else {
-        NO_UNROLL
-        for (u32 j = 0; j < CHUNKS; j++) store16(waiting(tile, row, j), seen ? words_at(codes + j * PIECE * 16) : U4{0, 0, 0, 0});
-        if (ROPE_STEPS > 0) store16(rope_to, rope ? words_at(lanes) : U4{0, 0, 0, 0});
-        if (piece < SCALES && seen) *scale_to = bits_float(word_at(scale));
-    }
-    if (piece < SCALES && !seen) *scale_to = 0.0f;
-}
-// Widens a row whose bytes are there, and lays its scales beside; those of scores are NaN where a code is, so that a score is, and all that
-// its weight weighs.
-DEVICE void widen(u8* tile, Scale* scales, float* key_scales, u32 row) {
-    const u32 piece = widened_piece(), of_row = 0x0f0fu << (thread_x() / 4 % 2 * 4 + lane() / 16 * 16);
+// Lays a share into row `row` of a tile, and its scales beside; those of scores are NaN where a code is, so that a score is, and all that
+// its weight weighs. What has been laid gives its registers to what `next` has in its place.
+template <bool ALIGNED>
+DEVICE void lay(u8* tile, Scale* scales, float* key_scales, u32 row, u32 E, Share& share, const Latent<ALIGNED>& next) {
+    const u32 piece = thread_x() % PIECE, turned = piece / 4;
     u8* to = tile + row * LANES * 2;
-    U4 codes[CHUNKS];
     u32 nans = 0;
     UNROLL
-    for (u32 j = 0; j < CHUNKS; j++) codes[j] = load16(waiting(tile, row, j));
-    UNROLL
     for (u32 j = 0; j < CHUNKS; j++) {
-        // Of the row's eight threads, one writes what all have seen.
-        const u32 said = ballot(nans_in(codes[j]) != 0) & of_row;
-        if (piece == j) nans = said;
-    }
-    // The votes have also made all wait for what they loaded; what they write lies where it was.
-    warp_sync();
-    UNROLL
-    for (u32 j = 0; j < CHUNKS; j++) {
-        // 16 codes are two pieces of a block.
-        const u32 chunk = j * PIECE + piece, at = chunk % 4 * 2, words[4] = {codes[j].x, codes[j].y, codes[j].z, codes[j].w};
+        // 16 codes are two pieces, of which half of the threads write the second one first: none meets another in a bank.
+        const u32 chunk = j * PIECE + piece, at = chunk % 4 * 2;
+        const U4 codes = share.codes[j];
+        share.codes[j] = next.codes(j);
+        const u32 words[4] = {turned ? codes.z : codes.x, turned ? codes.w : codes.y, turned ? codes.x : codes.z, turned ? codes.y : codes.w};
         u32 pairs[8];
         UNROLL
         for (u32 i = 0; i < 8; i++) pairs[i] = widened(permuted(words[i / 2], i % 2 ? 0x3424 : 0x1404));
+        // A chunk has lanes of one scale: of the row's eight threads, one writes what all have seen.
+        const u32 said = ballot(nans_in(codes) != 0) >> lane() / PIECE * PIECE & 0xff;
+        if (piece == j) nans = said;
         u8* block = to + chunk / 4 * BLOCK_BYTES;
-        store16(block + (at ^ (row % 8)) * 16, U4{pairs[0], pairs[1], pairs[2], pairs[3]});
-        store16(block + ((at + 1) ^ (row % 8)) * 16, U4{pairs[4], pairs[5], pairs[6], pairs[7]});
+        store16(block + ((at + turned) ^ (row % 8)) * 16, U4{pairs[0], pairs[1], pairs[2], pairs[3]});
+        store16(block + ((at + 1 - turned) ^ (row % 8)) * 16, U4{pairs[4], pairs[5], pairs[6], pairs[7]});
     }
+    static_assert(PIECE * 16 == LATENT_GROUP && CHUNKS == SCALES, "a chunk's scale");
+    if (ROPE_STEPS > 0) store16(to + WIDTH / LANES * BLOCK_BYTES + (piece ^ (row % 8)) * 16, share.rope);
+    share.rope = next.lanes(E);
     if (piece < SCALES) {
-        const u32 at = piece * KEYS + row;
-        scales[at] = scale_with(float_bits(key_scales[at]));
-        if (nans) key_scales[at] = bits_float(0x7fc00000u);
+        scales[piece * KEYS + row] = scale_with(share.scale);
+        key_scales[piece * KEYS + row] = bits_float(nans ? 0x7fc00000u : share.scale);
     }
+    share.scale = next.scale();
 }
 
-// Waits until at most so many of this thread's batches of copies are under way.
-DEVICE void staged(u32 others) {
-    if (others == 0) cp_async_wait<0>();
-    else if (others == 1) cp_async_wait<1>();
-    else if (others == 2) cp_async_wait<2>();
-    else cp_async_wait<3>();
-}
 // The barrier of those who widen.
 constexpr u32 WIDENERS = 2;
 
+template <bool ALIGNED>
 DEVICE void produce(const Attend& p, u8* shared, Told& told) {
-    const bool aligned = p.flags & ALIGNED;
+    constexpr bool aligned = ALIGNED;
     const u32 thread = thread_x() % PRODUCERS, D = p.D, E = D - WIDTH;
-    const u32 row = widened_row(), piece = widened_piece();
+    const u32 row = thread / PIECE, piece = thread % PIECE;
     Turn turn{0, 0};
     u32 count = 0;
     auto tell = [&](const Unit& unit) {
@@ -208,7 +202,6 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     };
     walk(p, [&](const Unit& found) {
         Book& book = *reinterpret_cast<Book*>(shared + BOOK_AT);
-        named_sync(WIDENERS, PRODUCERS);
         if (thread == 0) {
             const Keys keys = keys_of<LATENTS>(p, found.row_index, found.row, 0, 1);
             book = Book{keys.pages, keys.k, keys.k_page, keys.k_slot, keys.S, keys.kv_offset, found};
@@ -216,26 +209,24 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
         named_sync(WIDENERS, PRODUCERS);
         const Unit& unit = book.unit;
         const u32 begin = unit.tile(), end = unit.tiles();
-        // A warp looks its own rows up: some of its threads know the page of one key of a tile each, two tiles ahead of the one in hand, and
-        // ask for another's.
-        const bool looks = lane() < WARP_ROWS * TIMES;
-        const u32 looked = thread / 32 * WARP_ROWS + lane() % WARP_ROWS + lane() / WARP_ROWS * APART, mine = begin * KEYS + looked;
+        // A thread knows the page of one key of a tile, two tiles ahead of the one in hand, and asks for another's.
+        const u32 mine = begin * KEYS + thread;
         i32 page = -1;
-        if (looks) {
+        if (thread < KEYS) {
             const i32 pages[2] = {book.page_of(mine), book.page_of(mine + KEYS)};
             page = book.page_of(mine + 2 * KEYS);
-            places_of(shared, begin)[looked] = book.place_in(pages[0], mine);
-            places_of(shared, begin + 1)[looked] = book.place_in(pages[1], mine + KEYS);
+            places_of(shared, begin)[thread] = book.place_in(pages[0], mine);
+            places_of(shared, begin + 1)[thread] = book.place_in(pages[1], mine + KEYS);
         }
-        warp_sync();
-        // Asks for the lines that a row is in.
-        auto ask = [&](u32 tile, u32 of) {
-            const u64 place = places_of(shared, tile)[of];
-            const u32 line = piece < 5 ? piece * 128 : WIDTH + SCALES * 4 + 2 * (DEPTH - WIDTH) - 1;
-            if (!(place & UNSEEN) && piece < 6) prefetch_l2(reinterpret_cast<const u8*>(place) + line);
-        };
-        NO_UNROLL
-        for (u32 i = 0; i < TIMES; i++) ask(begin, row + i * APART);
+        named_sync(WIDENERS, PRODUCERS);
+        auto latent = [&](u32 tile, u32 of) { return Latent<ALIGNED>{places_of(shared, tile)[of]}; };
+        UNROLL
+        for (u32 i = 1; i < TIMES; i++) latent(begin, row + i * APART).ask();
+        const Latent<ALIGNED> first = latent(begin, row);
+        Share share{};
+        UNROLL
+        for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = first.codes(j);
+        share.rope = first.lanes(E), share.scale = first.scale();
         // The first tile goes ahead: the queries' place is free later than a tile's.
         u32 tile = begin;
         NO_UNROLL
@@ -245,26 +236,19 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
                 Scale* scales = scales_of(shared, turn.slot, 0);
                 float* key_scales = key_scales_of(shared, turn.slot, 0);
                 mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
-                UNROLL
-                for (u32 i = 0; i < TIMES; i++) {
-                    const u32 of = row + i * APART;
-                    stage(to, key_scales, of, places_of(shared, tile)[of], E, aligned);
-                    cp_async_commit();
-                }
                 NO_UNROLL
-                for (u32 i = 0; i < TIMES; i++) ask(tile + 1, row + i * APART);
-                if (looks) {
-                    const u32 key = (tile + 2) * KEYS + looked;
-                    places_of(shared, tile + 2)[looked] = book.place_in(page, key);
+                for (u32 i = 0; i < TIMES; i++) {
+                    // Bytes are asked for a tile before they are needed, and loaded a row before.
+                    latent(tile + 1, row + i * APART).ask();
+                    const bool last = i + 1 == TIMES;
+                    lay(to, scales, key_scales, row + i * APART, E, share, latent(tile + last, row + (last ? 0 : i + 1) * APART));
+                }
+                if (thread < KEYS) {
+                    const u32 key = (tile + 2) * KEYS + thread;
+                    places_of(shared, tile + 2)[thread] = book.place_in(page, key);
                     page = book.page_of(key + KEYS);
                 }
-                // A row is widened while those after it are on their way; a warp has whole rows.
-                UNROLL
-                for (u32 i = 0; i < TIMES; i++) {
-                    staged(TIMES - 1 - i);
-                    warp_sync();
-                    widen(to, scales, key_scales, row + i * APART);
-                }
+                named_sync(WIDENERS, PRODUCERS);
                 async_fence();
                 mark_arrive(&told.full[turn.slot]);
                 turn.next();
@@ -285,6 +269,11 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     cp_async_commit();
     cp_async_wait<0>();
 }
+DEVICE void produce(const Attend& p, u8* shared, Told& told) {
+    if (p.flags & ALIGNED) produce<true>(p, shared, told);
+    else produce<false>(p, shared, told);
+}
+
 // ---- consumers ----
 
 // Calls `each(unit, count)` for what the producer tells of; in the order in which it does.

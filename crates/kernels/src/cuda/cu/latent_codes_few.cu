@@ -12,6 +12,9 @@ constexpr u32 ROWS = 16, PRODUCERS = 256;
 #include "codes_ring.cuh"
 
 constexpr u32 THREADS = 4 * GROUP, WARPS = 4;
+// Registers of a thread, of which a block has 128 each when it begins: groups that ask for more in all wait for ever.
+constexpr u32 PRODUCER = 136, SCORER = 128, ADDER = 112;
+static_assert(2 * PRODUCER + SCORER + ADDER <= 4 * 128, "see above");
 // Query vectors that a thread has; blocks of 64 columns of the result; rows of weights times a group's scales.
 constexpr u32 MINE = ROWS / 4, PARTS = WIDTH / LANES, WEIGHT_BYTES = ROWS * KEYS * 2;
 static_assert(SCALES * WEIGHT_BYTES <= BLOCK_BYTES, "weights go where rotary lanes were");
@@ -263,7 +266,13 @@ MSTAR_KERNEL(latent_codes_few, Attend, THREADS, 1) {
     Told& told = *reinterpret_cast<Told*>(shared + TOLD_AT);
     start(told, GROUP);
     const u32 group = group_index();
-    if (group >= 2) produce(p, shared, told);
-    else if (group == 1) add_tiles(p, shared, told);
-    else weigh_tiles(p, shared, told);
+    if (group >= 2) {
+        registers_more<PRODUCER>();
+        produce(p, shared, told);
+    } else if (group == 1) {
+        registers_fewer<ADDER>();
+        add_tiles(p, shared, told);
+    } else {
+        weigh_tiles(p, shared, told);
+    }
 }

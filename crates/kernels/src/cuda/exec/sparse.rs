@@ -106,8 +106,8 @@ impl Cut {
     /// Longer leaves for many heads, whose states are large, where a Hopper's kernel takes a list of them.
     fn listed(geometry: &Geometry, rows: usize, topk: usize) -> Cut {
         match geometry.num_qo_heads {
-            // Codes take a block long, which a row alone has to wait for.
-            _ if geometry.kv_dtype == DType::E4m3 => Cut::PLAIN,
+            // Over codes no kernel joins leaves, and an end of one costs more than it does elsewhere.
+            0..=64 if geometry.kv_dtype == DType::E4m3 => Cut { leaf: 2 * LEAF, level: 0 },
             heads if heads <= LATENT_TREE_HEADS => Cut::tree(rows, topk),
             0..=32 => Cut::PLAIN,
             33..=64 => Cut { leaf: 2 * LEAF, level: 0 },
