@@ -50,7 +50,8 @@ impl Boxes {
     /// Boxes `boxed` of a tensor whose last axis is contiguous; `boxed` counts axes as the tensor does, the last one innermost.
     ///
     /// # Errors
-    /// [`Error::Parameter`]: more than 5 axes, an empty one or one of 2^32 elements, a base or stride that is no multiple of 16 bytes, a
+    /// [`Error::Parameter`]: more than 5 axes, an empty one or one of more than 2^32 elements, an innermost one whose elements do not follow each other, a box of
+    /// another number of axes, a base or stride that is no multiple of 16 bytes, a stride of 0, a
     /// stride of 2^40 bytes, a side of a box that is 0 or more than 256 elements, or rows of a box that are no multiple of 16 bytes or, where
     /// they are permuted, more than 128.
     pub(crate) fn of(tensor: &TensorRef<'_>, boxed: &[u32], swizzle: Swizzle) -> Result<Boxes> {

@@ -93,8 +93,8 @@ struct Latent {
         return seen() ? word : 0;
     }
     // Asks for the lines that they are in.
-    void ask() const {
-        const u32 piece = thread_x() % PIECE, line = piece < 5 ? piece * 128 : WIDTH + SCALES * 4 + 2 * (DEPTH - WIDTH) - 1;
+    void ask(u32 E) const {
+        const u32 piece = thread_x() % PIECE, line = piece < 5 ? piece * 128 : WIDTH + SCALES * 4 + 2 * E - 1;
         if (seen() && piece < 6) prefetch_l2(at(line));
     }
 };
@@ -202,6 +202,8 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     };
     walk(p, [&](const Unit& found) {
         Book& book = *reinterpret_cast<Book*>(shared + BOOK_AT);
+        // Of a unit of few keys some may still read what the last one's book says.
+        named_sync(WIDENERS, PRODUCERS);
         if (thread == 0) {
             const Keys keys = keys_of<LATENTS>(p, found.row_index, found.row, 0, 1);
             book = Book{keys.pages, keys.k, keys.k_page, keys.k_slot, keys.S, keys.kv_offset, found};
@@ -220,13 +222,15 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
         }
         named_sync(WIDENERS, PRODUCERS);
         auto latent = [&](u32 tile, u32 of) { return Latent<ALIGNED>{places_of(shared, tile)[of]}; };
-        UNROLL
-        for (u32 i = 1; i < TIMES; i++) latent(begin, row + i * APART).ask();
-        const Latent<ALIGNED> first = latent(begin, row);
         Share share{};
-        UNROLL
-        for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = first.codes(j);
-        share.rope = first.lanes(E), share.scale = first.scale();
+        if (begin < end) {
+            UNROLL
+            for (u32 i = 1; i < TIMES; i++) latent(begin, row + i * APART).ask(E);
+            const Latent<ALIGNED> first = latent(begin, row);
+            UNROLL
+            for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = first.codes(j);
+            share.rope = first.lanes(E), share.scale = first.scale();
+        }
         // The first tile goes ahead: the queries' place is free later than a tile's.
         u32 tile = begin;
         NO_UNROLL
@@ -239,7 +243,7 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
                 NO_UNROLL
                 for (u32 i = 0; i < TIMES; i++) {
                     // Bytes are asked for a tile before they are needed, and loaded a row before.
-                    latent(tile + 1, row + i * APART).ask();
+                    latent(tile + 1, row + i * APART).ask(E);
                     const bool last = i + 1 == TIMES;
                     lay(to, scales, key_scales, row + i * APART, E, share, latent(tile + last, row + (last ? 0 : i + 1) * APART));
                 }

@@ -212,6 +212,9 @@ DEVICE void fetch_blocks(u8* to, const Latents& latents, u32 D, bool aligned) {
         }
 }
 
+// Whether rows of blocks share out a group's threads evenly, which `fetch_in_line` takes them to.
+constexpr bool IN_LINE = (PARTS & (PARTS - 1)) == 0 && (REST & (REST - 1)) == 0;
+
 // Blocks BEGIN to END of a tile whose latents follow each other in memory, and are as wide as it: neighbours in memory are asked for together,
 // each copy being one instruction.
 template <u32 BEGIN, u32 END>
@@ -245,7 +248,7 @@ DEVICE void produce_few(const Attend& p, u8* shared, FewTold& told) {
     const u32 thread = thread_x() % GROUP;
     const bool aligned = (p.flags & ALIGNED) && p.Dv % 8 == 0 && p.D % 8 == 0;
     const u32 row = thread / PIECE, at = row * LANES * 2 + (thread % PIECE ^ row % 8) * 16;
-    const bool in_line = aligned && p.D == COLUMNS * LANES && p.k.stride[1] == i64(p.D);
+    const bool in_line = IN_LINE && aligned && p.D == COLUMNS * LANES && p.k.stride[1] == i64(p.D);
     Turn turn{0, 0};
     u32 count = 0, rest = 0;
     auto tell = [&](const Work& work) {

@@ -64,9 +64,12 @@ pub(super) fn takes_a_map(key: &Key) -> bool {
 }
 
 /// The map of latents [P, S, C + E] for such a kernel, where there can be one: where there is none, it gathers.
-pub(super) fn map(latents: &TensorRef<'_>, context: &Context) -> Option<TensorMap> {
-    let boxes = Boxes::of(latents, &[1, BOX, BOX], Swizzle::B128).ok()?;
-    boxes.map(context).ok()
+///
+/// # Errors
+/// A driver that refuses what [`Boxes`] allows.
+pub(super) fn map(latents: &TensorRef<'_>, context: &Context) -> crate::Result<Option<TensorMap>> {
+    let Ok(boxes) = Boxes::of(latents, &[1, BOX, BOX], Swizzle::B128) else { return Ok(None) };
+    boxes.map(context).map(Some)
 }
 
 /// The Hopper's kernel for items of mostly up to `usual` query vectors, at most `most`; `None` on another card, and for what there

@@ -393,7 +393,7 @@ pub(crate) fn attend(
     }
     let mut params = AttendMapped { attend, ..AttendMapped::default() };
     if [&on.few, &on.many].into_iter().flatten().any(|ready| latents::takes_a_map(&ready.key))
-        && let Some(map) = latents::map(&call.k, Context::of(stream.device())?)
+        && let Some(map) = latents::map(&call.k, Context::of(stream.device())?)?
     {
         params.map = map;
         params.attend.flags |= MAPPED;

@@ -20,7 +20,7 @@ use super::{Choice, latents};
 const LEAF: usize = 512;
 /// The same under heads so few that an item may have several leaves, up to two to the [`TREE_LEVEL`].
 const TREE_LEAF: usize = 128;
-/// As `HEIGHT` in `cu/latent_few.cu`.
+/// As `AT_HAND` in `cu/latent_few.cu`.
 const TREE_LEVEL: u32 = 3;
 /// Items that there are to be at most before one has more leaves: two for each multiprocessor of a large device.
 const MANY_ITEMS: usize = 264;

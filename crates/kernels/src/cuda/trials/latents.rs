@@ -172,6 +172,21 @@ fn an_item_of_many_leaves_has_the_bits_of_several_items() {
     }
 }
 
+/// However many blocks of a latent lie behind its value, tiles of whole pages are those that are gathered slot by slot.
+#[test]
+fn tiles_of_whole_pages_are_those_of_small_ones_whatever_lies_behind_values() {
+    let Some(owned) = stream("tiles_of_whole_pages") else { return };
+    let company: Vec<Row> =
+        [(1, 200), (2, 65)].into_iter().zip(0..).map(|((q, kv), id)| row(id, q, kv)).collect();
+    for (c, e) in [(128, 128), (128, 192), (256, 320), (128, 384)] {
+        let run = |page| {
+            let family = OverLatents { h: 16, c, e, page, ..OverLatents::narrow() };
+            family.run(&owned.stream(), &Setting::of(DType::Bf16), &company)
+        };
+        assert_eq!(run(16), run(64), "{c} + {e} lanes");
+    }
+}
+
 /// Where pages are whole tiles, tiles come as boxes, but for the ends of rows and where none lies in one page: the bits are the same.
 #[test]
 fn tiles_in_boxes_have_the_bits_of_tiles_that_are_gathered() {

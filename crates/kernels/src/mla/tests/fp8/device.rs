@@ -80,6 +80,16 @@ fn latents_in_codes_have_the_oracles_numbers_on_a_device() {
         .check_on(stream);
 }
 
+/// More rows than there are blocks, each of less than a tile: what a block looks one up by is not yet read when it comes to the next.
+#[test]
+fn rows_of_few_latents_in_codes_follow_each_other_in_a_block() {
+    let Some(own) = stream("rows_of_few_latents_in_codes") else { return };
+    let short: Vec<_> = (0..11).map(|i| row(1, [20, 64, 0][i % 3])).collect();
+    for h in [16, 64] {
+        Stored::<bf16>::new(Shape { h, c: 512, e: 64, s: 64 }, CAUSAL, &short).check_on(&own.stream());
+    }
+}
+
 #[test]
 fn f_fp8_a_scale_on_a_device_is_its_own_groups_and_tokens_alone() {
     let Some(own) = stream("a_scale_on_a_device") else { return };
