@@ -95,8 +95,8 @@ pub fn scatter_at(
     Err(strided("slots", &slots))
 }
 
-/// As [`scatter_at`] of two sides of the same tokens, keys and values or the two parts of a latent: of each, `entries` [T, ..] go to the
-/// slots (i64 [T]) of `cache` [P, S, ..]. No byte is of both caches, though both may be views of the same pages. On a device they go at
+/// As [`scatter_at`] of two sides of the same tokens, keys and values or the two parts of a latent: of each, `entries` `[T, ..]` go to the
+/// slots, i64 `[T]`, of `cache` `[P, S, ..]`. No byte is of both caches, though both may be views of the same pages. On a device they go at
 /// once, where two calls would take twice as long.
 ///
 /// # Errors
