@@ -108,14 +108,9 @@ fn latent() -> Vec<Key> {
     };
     let of = |values: &[i64; 7]| with_all(Key::new(Unit::LATENT, "latent_attend"), LATENTS, *values);
     // In e4m3.
-    const CODES: [(Unit, &str, i64, i64); 3] = [
-        (Unit::LATENT_CODES, "latent_codes", 576, 2),
-        (Unit::LATENT_CODES, "latent_codes", 512, 1),
-        (Unit::LATENT_CODES_FEW, "latent_codes_few", 576, 1),
-    ];
-    let codes = CODES.map(|(unit, entry, depth, pieces)| {
-        Key::new(unit, entry).with("DEPTH", depth).with("PIECES", pieces)
-    });
+    let codes = [(Unit::LATENT_CODES, "latent_codes", 2), (Unit::LATENT_CODES_FEW, "latent_codes_few", 1)];
+    let codes =
+        codes.map(|(unit, entry, pieces)| Key::new(unit, entry).with("DEPTH", 576).with("PIECES", pieces));
     SOME.iter().map(of).chain(FEW.iter().map(few)).chain(WIDE.iter().map(wide)).chain(codes).collect()
 }
 
