@@ -171,14 +171,6 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     const u32 row = thread / PIECE, piece = thread % PIECE;
     Turn turn{0, 0};
     u32 count = 0;
-    auto tell = [&](const Unit& unit) {
-        mark_wait(&told.queries_read, count % 2 ^ 1);
-        // Copies arrive by themselves, which says nothing of what was stored: that has an arrival of its own.
-        if (thread == 0) {
-            told.units[count % 2] = unit;
-            mark_arrive(&told.queries);
-        }
-    };
     auto fetch_queries = [&](const Unit& unit) {
         const Queries queries = queries_of<LATENTS>(p, unit.row, unit.q_begin, 0, sizeof(Element));
         NO_UNROLL
@@ -258,7 +250,7 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
                 turn.next();
             }
             if (tile == begin) {
-                tell(unit);
+                tell(told, unit, count, thread);
                 if (begin < end) fetch_queries(unit);
                 announce(&told.queries, aligned);
                 count += 1;
@@ -266,12 +258,7 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
             tile += 1;
         } while (tile < end);
     });
-    Unit last{};
-    last.over = true;
-    tell(last);
-    announce(&told.queries, aligned);
-    cp_async_commit();
-    cp_async_wait<0>();
+    tell_end(told, count, thread, aligned);
 }
 DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     if (p.flags & ALIGNED) produce<true>(p, shared, told);
@@ -280,17 +267,6 @@ DEVICE void produce(const Attend& p, u8* shared, Told& told) {
 
 // ---- consumers ----
 
-// Calls `each(unit, count)` for what the producer tells of; in the order in which it does.
-template <class Each>
-DEVICE void each_unit(Told& told, Each each) {
-    NO_UNROLL
-    for (u32 count = 0;; count++) {
-        mark_wait(&told.queries, count % 2);
-        const Unit& unit = told.units[count % 2];
-        if (unit.over) break;
-        each(unit, count);
-    }
-}
 // Of the tiles that a block has had, which one's turn it is in the ring.
 DEVICE Turn turn_of(u32 tiles) { return Turn{tiles % STAGES, tiles / STAGES % 2}; }
 

@@ -516,7 +516,7 @@ MSTAR_KERNEL(decode, Attend, THREADS, RESIDENT) {
             depth = depth - joins + 1;
         }
         state = empty();
-        if (last && advance(p, task.q_count, job.from, job.column)) {
+        if (last && next_part<ROWS, VALUES>(p, task.q_count, job.from, job.column)) {
             // Nothing of the item is kept in registers from here on.
             UNROLL
             for (u32 k = 0; k < STEPS; k++) {

@@ -502,7 +502,7 @@ MSTAR_KERNEL(decode_few, Attend, THREADS, RESIDENT) {
                 if (begun) {
                     next_round(path, task);
                 } else {
-                    if (advance(p, task.q_count, job.from, job.column)) {
+                    if (next_part<COLUMNS, VALUES>(p, task.q_count, job.from, job.column)) {
                         const bool single = task.leaf_first >> task.level == (task.leaf_end - 1) >> task.level;
                         if (!single && p.tickets) arrive<T>(p, task, first, figures);
                         // Nothing of the item was kept in registers.

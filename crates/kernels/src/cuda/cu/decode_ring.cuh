@@ -18,16 +18,6 @@ constexpr u32 SIZE = CODES ? 1 : 2, K_BYTES = 64 * WIDTH * 2, V_BYTES = 64 * VAL
 constexpr u32 STAGE = (K_BYTES + V_BYTES) / 2 * SIZE, SCALES_AT = STAGES * STAGE + K_BYTES + V_BYTES;
 constexpr u32 RING_BYTES = CODES ? SCALES_AT + STAGES * 2 * 64 * 4 : STAGES * STAGE;
 
-// Goes on to the next part of an item; whether there is none.
-DEVICE bool advance(const Attend& p, u32 q_count, u32& from, u32& column) {
-    column += VALUES;
-    if (column < p.Dv) return false;
-    column = 0, from += ROWS;
-    if (from < q_count * (p.H / p.G)) return false;
-    from = 0;
-    return true;
-}
-
 // The side of a block that fetches: which tile is next, and where this lane's key in it lies (of the warp's 16, key lane % 16).
 struct Fetch {
     u32 index, end, from, column;
@@ -77,7 +67,7 @@ DEVICE void settle(const Attend& p, Fetch& f) {
         locate(p, f);
         return;
     }
-    if (advance(p, task_of(p, f.index).q_count, f.from, f.column)) f.index += grid_x();
+    if (next_part<ROWS, VALUES>(p, task_of(p, f.index).q_count, f.from, f.column)) f.index += grid_x();
     if (f.index >= f.end) return;
     begin(p, f, task_of(p, f.index));
     prefetch_l2(&task_of(p, least(f.index + grid_x(), f.end - 1)));

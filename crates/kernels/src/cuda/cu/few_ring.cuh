@@ -14,16 +14,6 @@ constexpr u32 K_BYTES = KEYS * WIDTH * 2, STAGE = KEYS * (WIDTH + VALUES) * 2;
 // Leaves of a round at most, as a power of two: what a warp has registers for the states of.
 constexpr u32 MOST_ROUND = VALUES <= 128 ? (COLUMNS == 8 && VALUES <= (GENERAL ? 64 : 128) ? 2 : 1) : GENERAL || WIDTH > 256 ? 0 : 1;
 
-// Goes on to the next part of an item, some query vectors and some value columns; whether there is none.
-DEVICE bool advance(const Attend& p, u32 q_count, u32& from, u32& column) {
-    column += VALUES;
-    if (column < p.Dv) return false;
-    column = 0, from += COLUMNS;
-    if (from < q_count * (p.H / p.G)) return false;
-    from = 0;
-    return true;
-}
-
 // Where a warp is among an item's keys.
 struct Path {
     u32 round, level;  // where the round starts, and its leaves as a power of two
@@ -96,7 +86,7 @@ DEVICE void settle(const Attend& p, Fetch& f, bool fresh) {
     NO_UNROLL
     do {
         if (!next && is_last(f.path, task_of(p, f.index))) {
-            if (advance(p, task_of(p, f.index).q_count, f.from, f.column)) f.index += grid_x();
+            if (next_part<COLUMNS, VALUES>(p, task_of(p, f.index).q_count, f.from, f.column)) f.index += grid_x();
             if (f.index >= f.end) return;
             next = true;
         }

@@ -145,7 +145,7 @@ DEVICE void weigh_with_slack(float (&scores)[KEYS / 2], float step, float (&top)
 
 DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
     u32 tiles = 0;
-    each_unit(told, [&](const Unit& unit, u32 count) {
+    each_told(told, [&](const Unit& unit, u32 count) {
         // Queries were copied; of tiles the producer says so itself.
         async_fence();
         float top[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
@@ -228,7 +228,7 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
 
 DEVICE void add_tiles(const Attend& p, u8* shared, Told& told, u32 half) {
     u32 tiles = 0;
-    each_unit(told, [&](const Unit& unit, u32 count) {
+    each_told(told, [&](const Unit& unit, u32 count) {
         // Of queries nothing is read here; the unit stays as it is until all have seen the next.
         mark_arrive(&told.queries_read);
         Sums out;

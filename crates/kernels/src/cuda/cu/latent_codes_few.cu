@@ -1,59 +1,35 @@
 // Attention over latents in e4m3 on a Hopper, of few heads: 16 query vectors a block, by four warpgroups: one makes weights, one adds
 // values, two widen (codes_ring.cuh).
 //
-// Products are turned round, so that few query vectors pad nothing: scores are keys [64 x depth] times queries, and the result's
-// columns are values [64 of the width x keys] times weights. A thread has, of a product, rows (keys, or columns of the result) lane / 4
-// and 8 below it of its warp's 16, and query vectors 8 j + 2 (lane % 4) and the next.
+// Products are turned round (turned.cuh).
 //
 // Defines: DEPTH; PIECES of the largest item, a multiple of those that one token's heads make.
 #include "hopper.cuh"
 
 constexpr u32 ROWS = 16, PRODUCERS = 256;
 #include "codes_ring.cuh"
+#include "turned.cuh"
 
-constexpr u32 THREADS = 4 * GROUP, WARPS = 4;
+constexpr u32 THREADS = 4 * GROUP;
 // Registers of a thread, of which a block has 128 each when it begins: groups that ask for more in all wait for ever.
 constexpr u32 PRODUCER = 136, SCORER = 128, ADDER = 112;
 static_assert(2 * PRODUCER + SCORER + ADDER <= 4 * 128, "see above");
-// Query vectors that a thread has; blocks of 64 columns of the result; rows of weights times a group's scales.
-constexpr u32 MINE = ROWS / 4, PARTS = WIDTH / LANES, WEIGHT_BYTES = ROWS * KEYS * 2;
+// Blocks of 64 columns of the result; rows of weights times a group's scales.
+constexpr u32 PARTS = WIDTH / LANES, WEIGHT_BYTES = ROWS * KEYS * 2;
 static_assert(SCALES * WEIGHT_BYTES <= BLOCK_BYTES, "weights go where rotary lanes were");
 
 // Of each tile of the ring, what former sums of a query vector shrink by; of two units in turn, what a query vector's sums over each
 // group's lanes are multiplied by; what warps tell each other of each query vector, in two turns.
 constexpr u32 FACTORS_AT = AFTER_RING, ENDS_AT = FACTORS_AT + STAGES * ROWS * 4, EXCHANGE_AT = ENDS_AT + 2 * SCALES * ROWS * 4;
-constexpr u32 TOLD_AT = EXCHANGE_AT + 2 * WARPS * ROWS * 4;
+constexpr u32 TOLD_AT = EXCHANGE_AT + 2 * EXCHANGED * 4;
 constexpr u32 SHARED_BYTES = TOLD_AT + sizeof(Told);
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
 DEVICE float* factors_of(u8* shared, u32 slot) { return reinterpret_cast<float*>(shared + FACTORS_AT) + slot * ROWS; }
 DEVICE float* ends_of(u8* shared, u32 turn) { return reinterpret_cast<float*>(shared + ENDS_AT) + turn % 2 * SCALES * ROWS; }
 
-// The barrier of the group that makes weights.
-constexpr u32 SCORERS = 1;
-
-// The query vector of a thread's c-th column.
-DEVICE u32 my_column(u32 c) { return c / 2 * 8 + lane() % 4 * 2 + c % 2; }
-
-// Joins what the rows of a product have of each query vector: over the lanes of a warp, then over warps.
-template <class Join>
-DEVICE void join_rows(float (&of)[MINE], u8* shared, u32& said, Join join) {
-    float* exchange = reinterpret_cast<float*>(shared + EXCHANGE_AT) + said % 2 * WARPS * ROWS;
-    said++;
-    UNROLL
-    for (u32 c = 0; c < MINE; c++)
-        UNROLL
-        for (u32 by = 4; by < 32; by *= 2) of[c] = join(of[c], shfl_xor(of[c], by));
-    if (lane() < 4)
-        UNROLL
-        for (u32 c = 0; c < MINE; c++) exchange[warp() % WARPS * ROWS + my_column(c)] = of[c];
-    named_sync(SCORERS, GROUP);
-    UNROLL
-    for (u32 c = 0; c < MINE; c++) {
-        const float* all = exchange + my_column(c);
-        of[c] = join(join(all[0], all[ROWS]), join(all[2 * ROWS], all[3 * ROWS]));
-    }
-}
+// What warps tell each other, in two turns.
+DEVICE float* exchange_of(u8* shared, u32 turn) { return reinterpret_cast<float*>(shared + EXCHANGE_AT) + turn % 2 * EXCHANGED; }
 
 DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
     const u32 w = warp() % WARPS, first_key = w * 16 + lane() / 4;
@@ -61,7 +37,7 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
     const u64 queries = tile_desc(shared, 0, EIGHT_ROWS);
     Turn turn{0, 0};
     u32 said = 0;
-    each_unit(told, [&](const Unit& unit, u32 count) {
+    each_told(told, [&](const Unit& unit, u32 count) {
         // Queries were copied; of tiles the producers say so themselves.
         async_fence();
         float top[MINE], sum[MINE], rounded[SCALES][MINE];
@@ -130,7 +106,7 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
             UNROLL
             for (u32 c = 0; c < MINE; c++) now[c] = larger(scores[c / 2 * 4 + c % 2], scores[c / 2 * 4 + 2 + c % 2]);
             // A NaN is passed over here, and makes the sum NaN. Behind this all warps have read what is behind the values.
-            join_rows(now, shared, said, [](float a, float b) { return larger(a, b); });
+            join_rows(now, exchange_of(shared, said++), [](float a, float b) { return larger(a, b); });
             float alpha[MINE];
             UNROLL
             for (u32 c = 0; c < MINE; c++) {
@@ -173,9 +149,9 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
         if (begin >= end) mark_arrive(&told.queries_read);
 
         const auto add = [](float a, float b) { return a + b; };
-        join_rows(sum, shared, said, add);
+        join_rows(sum, exchange_of(shared, said++), add);
         UNROLL
-        for (u32 group = 0; group < SCALES; group++) join_rows(rounded[group], shared, said, add);
+        for (u32 group = 0; group < SCALES; group++) join_rows(rounded[group], exchange_of(shared, said++), add);
         float* ends = ends_of(shared, count);
         if (w == 0 && lane() < 4)
             UNROLL
@@ -199,7 +175,7 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
 
 DEVICE void add_tiles(const Attend& p, u8* shared, Told& told) {
     Turn turn{0, 0};
-    each_unit(told, [&](const Unit& unit, u32 count) {
+    each_told(told, [&](const Unit& unit, u32 count) {
         // Of queries nothing is read here; the unit stays as it is until all have seen the next.
         mark_arrive(&told.queries_read);
         float out[PARTS][ROWS / 2];

@@ -177,14 +177,6 @@ DEVICE void produce(const Attend& p, const TensorMap* map, u8* shared, Told& tol
     const bool asks = shfl_idx(thread / 32, 0) == 0;
     Turn turn{0, 0};
     u32 count = 0;
-    auto tell = [&](const Unit& unit) {
-        mark_wait(&told.queries_read, count % 2 ^ 1);
-        // Copies arrive by themselves, which says nothing of what was stored: that has an arrival of its own.
-        if (thread == 0) {
-            told.units[count % 2] = unit;
-            mark_arrive(&told.queries);
-        }
-    };
     auto fetch_queries = [&](const Unit& unit) {
         const Queries queries = queries_of<LATENTS>(p, unit.row, unit.q_begin, 0, sizeof(Element));
         const Element *nope[QUERY_TIMES], *pe[QUERY_TIMES];
@@ -251,7 +243,7 @@ DEVICE void produce(const Attend& p, const TensorMap* map, u8* shared, Told& tol
                 turn.next();
             }
             if (tile == begin) {
-                tell(unit);
+                tell(told, unit, count, thread);
                 if (begin < end) fetch_queries(unit);
                 announce(&told.queries, aligned);
                 count += 1;
@@ -259,12 +251,7 @@ DEVICE void produce(const Attend& p, const TensorMap* map, u8* shared, Told& tol
             tile += 1;
         } while (tile < end);
     });
-    Unit last{};
-    last.over = true;
-    tell(last);
-    announce(&told.queries, aligned);
-    cp_async_commit();
-    cp_async_wait<0>();
+    tell_end(told, count, thread, aligned);
 }
 
 // ---- consumers ----

@@ -109,6 +109,28 @@ DEVICE void announce(Mark* mark, bool aligned) {
     }
 }
 
+// Tells of a unit, the count-th of them, as soon as the one two before it is read. By all threads that produce, of which this is number
+// `thread`.
+template <class Told>
+DEVICE void tell(Told& told, const Unit& unit, u32 count, u32 thread) {
+    mark_wait(&told.queries_read, count % 2 ^ 1);
+    // Copies arrive by themselves, which says nothing of what was stored: that has an arrival of its own.
+    if (thread == 0) {
+        told.units[count % 2] = unit;
+        mark_arrive(&told.queries);
+    }
+}
+// That there is no more to do; then waits for this thread's copies.
+template <class Told>
+DEVICE void tell_end(Told& told, u32 count, u32 thread, bool aligned) {
+    Unit last{};
+    last.over = true;
+    tell(told, last, count, thread);
+    announce(&told.queries, aligned);
+    cp_async_commit();
+    cp_async_wait<0>();
+}
+
 // ---- consumers ----
 
 // The descriptor of what lies so many bytes behind; addresses never carry out of the lower word.
@@ -120,7 +142,7 @@ DEVICE void released(Mark* mark) {
     if (lane() == 0) mark_arrive(mark);
 }
 
-// Calls `each(unit)` for what the producer tells of; in the order in which it does.
+// Calls `each(unit, count)` for what the producer tells of; in the order in which it does.
 template <class Told, class Each>
 DEVICE void each_told(Told& told, Each each) {
     NO_UNROLL
@@ -128,7 +150,7 @@ DEVICE void each_told(Told& told, Each each) {
         mark_wait(&told.queries, count % 2);
         const Unit& unit = told.units[count % 2];
         if (unit.over) break;
-        each(unit);
+        each(unit, count);
     }
 }
 

@@ -165,7 +165,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
         UNROLL
         for (u32 column = VALUES; BOXES && column < COLUMNS; column++) released(&told.empty[turn.slot][column % SHARES]);
     };
-    each_told(told, [&](const Unit& unit) {
+    each_told(told, [&](const Unit& unit, u32) {
         float out[HALF / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
         UNROLL
         for (u32 i = 0; i < HALF / 2; i++) out[i] = 0.0f;
@@ -268,7 +268,7 @@ DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
     Turn turn{0, 0};
     Handed& handed = handed_of(shared);
     u32 turns = 0;
-    each_told(told, [&](const Unit& unit) {
+    each_told(told, [&](const Unit& unit, u32) {
         float out[HALF / 2];
         UNROLL
         for (u32 i = 0; i < HALF / 2; i++) out[i] = 0.0f;

@@ -8,10 +8,7 @@ DEVICE const Task& task_of(const Attend& p, u32 index) { return tasks_of(p.image
 
 // The visible positions of query token `t` of an item.
 DEVICE Reach span_of(const Attend& p, const Task& task, u32 t) {
-    i64 at = task.first + t, lo = task.lo, hi = task.hi;
-    if (p.window_left >= 0) lo = most(lo, at - p.window_left);
-    if (p.flags & CAUSAL) hi = least(hi, at + 1);
-    return lo < hi ? Reach{u32(lo), u32(hi)} : Reach{task.lo, task.lo};
+    return span_at(p, Reach{task.lo, task.hi}, task.first + t);
 }
 // Bits of the custom mask for the keys from `base` on, up to the next multiple of 64, and query token `t` of an item.
 DEVICE u64 mask_bits(const Attend& p, const Task& task, u32 t, u32 base) {
@@ -28,4 +25,15 @@ DEVICE u64 seen_bits(const Attend& p, const Task& task, u32 base) {
         bits |= mask_bits(p, task, t, base) & range_bits(span.lo, span.hi, base);
     }
     return bits;
+}
+
+// Goes on to the next part of an item, so many query vectors and value columns; whether there is none.
+template <u32 VECTORS, u32 ACROSS>
+DEVICE bool next_part(const Attend& p, u32 q_count, u32& from, u32& column) {
+    column += ACROSS;
+    if (column < p.Dv) return false;
+    column = 0, from += VECTORS;
+    if (from < q_count * (p.H / p.G)) return false;
+    from = 0;
+    return true;
 }

@@ -127,12 +127,16 @@ DEVICE void bring_rows(u8* tile, u32 first, u32 l, u64 at, u32 stride, u32 width
     }
 }
 
-// The absolute positions [lo, hi) that query token `token` of an item sees within `reach`, a mask aside.
-DEVICE Reach span_of(const Attend& p, const Row& row, const Reach& reach, u32 token) {
-    i64 at = i64(row.kv_len) - i64(row.q_len) + i64(token), lo = reach.lo, hi = reach.hi;
+// The absolute positions [lo, hi) that the query token at `at` sees within `reach`, a mask aside.
+DEVICE Reach span_at(const Attend& p, const Reach& reach, i64 at) {
+    i64 lo = reach.lo, hi = reach.hi;
     if (p.window_left >= 0) lo = most(lo, at - p.window_left);
     if (p.flags & CAUSAL) hi = least(hi, at + 1);
     return lo < hi ? Reach{u32(lo), u32(hi)} : Reach{reach.lo, reach.lo};
+}
+// That of query token `token` of a row.
+DEVICE Reach span_of(const Attend& p, const Row& row, const Reach& reach, u32 token) {
+    return span_at(p, reach, i64(row.kv_len) - i64(row.q_len) + i64(token));
 }
 // Bits of the 64 keys at `base` (a multiple of 64) that the custom mask leaves to query token `token` of a row.
 DEVICE u64 mask_word(const Attend& p, const Row& row, u32 token, u32 base) {
