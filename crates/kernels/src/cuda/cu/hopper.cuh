@@ -59,9 +59,9 @@ DEVICE bool mark_passed(Mark* mark, u32 parity) {
 DEVICE void named_arrive(u32 id, u32 count) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory"); }
 
 // ---- boxes ----
-// Copies the box of a map whose first element is (z, y, x), x innermost, to shared memory, from a multiple of 128 bytes on (of 1024 where its
-// pieces are permuted); its bytes are counted at `mark`. What is beyond the tensor is zeros. By one thread; what it overwrites was read by
-// products, or fenced.
+// Copies the box of a map whose first element is (z, y, x), x innermost and a multiple of 16 bytes (another one is an illegal instruction), to
+// shared memory, from a multiple of 128 bytes on (of 1024 where its pieces are permuted); its bytes are counted at `mark`. What is beyond the
+// tensor is zeros. By one thread; what it overwrites was read by products, or fenced.
 DEVICE void box_2d(void* to, const TensorMap& map, i32 x, i32 y, Mark* mark) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
                      shared_address(to)),

@@ -54,6 +54,7 @@ static inline void box(void* to, const TensorMap& encoded, const i32* corner, u3
     if (map.axes != axes) fail("a box of another number of axes than its map");
     const u32 row = map.boxed[0] * map.size, offset = u32(static_cast<u8*>(to) - now->block->shared);
     if (offset % (map.swizzled ? 1024 : 128)) fail("a box lands on 128 bytes, on 1024 where its pieces are permuted");
+    if (corner[0] * i32(map.size) % 16) fail("a box starts at a multiple of 16 bytes along its row");
     u32 rows = 1;
     for (u32 a = 1; a < axes; a++) rows *= map.boxed[a];
     if (offset + row * rows > now->block->shared_bytes) fail("a box lands beyond shared memory");
