@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The rows of `mstar bench` beside FlashInfer and FlashMLA, on one card and in turns.
+"""The rows of `mstar bench` beside FlashInfer, FlashMLA and FlashAttention-3, on one card and in turns.
 
-    pip install torch flashinfer-python ninja      # and flash_mla, where it is at hand
+    pip install torch flashinfer-python fa3-fwd ninja      # and flash_mla, where it is at hand
     python3 tools/compare_peers.py --mstar target/release/mstar
 
 Every kernel is timed as `mstar bench` times its own: by the device's clock, behind a cold second-level cache, over random
@@ -34,6 +34,13 @@ LATENT += [(128, 1, rows, keys) for rows, keys in [(16, 4096), (64, 4096), (128,
 LATENT += [(128, 2, rows, keys) for rows, keys in [(64, 4096), (128, 4096), (64, 16384)]]
 TOPK_ROWS = [(1, 65536), (16, 32768), (64, 32768), (64, 8192)]
 SPARSE = [(heads, rows) for heads in (16, 64, 128) for rows in (1, 64, 1024, 4096)]
+# Head width, heads, rows, tokens of each, whether a query sees no later key.
+DENSE = [
+    (width, 2048 // width, rows, 16384 // rows, causal)
+    for width in (64, 128, 256)
+    for rows in (8, 2, 1)
+    for causal in (False, True)
+]
 
 
 class Skipped(Exception):
@@ -156,6 +163,20 @@ def sparse_flashmla(torch, heads, rows):
     return lambda: flash_mla.flash_mla_sparse_fwd(q, latents, picks, SCALE)
 
 
+def dense_flash(torch, width, heads, rows, tokens, causal):
+    from fa3_fwd_interface import flash_attn_varlen_func
+
+    q, k, v = (uniform(torch, rows * tokens, heads, width) for _ in range(3))
+    starts = numbers(torch, [row * tokens for row in range(rows + 1)])
+    return lambda: flash_attn_varlen_func(q, k, v, starts, starts, tokens, tokens, causal=causal)
+
+
+def dense_name(width, heads, rows, tokens, causal):
+    many = f"{rows} x " if rows > 1 else ""
+    wide = "" if width == 128 else f", d{width}"
+    return f"dense {many}{tokens} of {tokens}{wide}, {'causal' if causal else 'fresh'}, bf16"
+
+
 def families():
     """Names of mstar's rows (a sum of signed ones is what stands for a row), what they do, and the peers of each."""
     decode = [
@@ -193,7 +214,14 @@ def families():
         )
         for heads, rows in SPARSE
     ]
-    return {"decode": decode, "mla": latent, "topk": topk, "sparse": sparse}
+    dense = [
+        (
+            [(dense_name(*row), 1)],
+            {"FlashAttention-3": lambda torch, row=row: dense_flash(torch, *row)},
+        )
+        for row in DENSE
+    ]
+    return {"decode": decode, "mla": latent, "topk": topk, "sparse": sparse, "dense": dense}
 
 
 # What is compiled before anything is timed: one process each, side by side.
@@ -203,7 +231,7 @@ WARM = {
     "mla": lambda torch: latent_flashinfer(torch, 16, 1, 2, 128)(),
     "topk": lambda torch: topk_flashinfer(torch, False, 2, 8192)(),
 }
-WARM_OF = {"decode": ["decode", "decode on CUDA cores"], "mla": ["mla"], "topk": ["topk"], "sparse": []}
+WARM_OF = {"decode": ["decode", "decode on CUDA cores"], "mla": ["mla"], "topk": ["topk"], "sparse": [], "dense": []}
 
 
 def warm(kinds, seconds):
@@ -321,7 +349,7 @@ def show(record):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="decode, mla, topk, sparse; all when none is named")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="decode, mla, topk, sparse, dense; all when none is named")
     parser.add_argument("--mstar", default="target/release/mstar", help="the program")
     parser.add_argument("--device", default="cuda:0", help="as mstar calls it; torch uses its first card")
     parser.add_argument("--seconds", type=float, default=600, help="start nothing new after so long")

@@ -144,7 +144,15 @@ impl DensePlan {
         let workers = if options.workers == 0 { rayon::current_num_threads() } else { options.workers };
         let pad_to = options.capacity.map(|capacity| capacity.tokens);
         let target = Target::of(options.device);
-        let how = ScheduleOptions { workers, cascade: false, pad_to, target, ..ScheduleOptions::default() };
+        let kernels = options.kernels.on(options.device);
+        let how = ScheduleOptions {
+            workers,
+            cascade: false,
+            pad_to,
+            target,
+            kernels,
+            ..ScheduleOptions::default()
+        };
         schedule(geometry, variant, table, &how, &mut self.work)?;
         (self.geometry, self.variant, self.options) = (*geometry, *variant, *options);
         self.workers = workers;

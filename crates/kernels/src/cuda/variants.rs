@@ -86,7 +86,7 @@ const LATENTS: [&str; 7] = ["Q_TYPE", "ROWS", "DEPTH", "WIDTH", "STAGES", "MIN_B
 /// Latents of the published shapes and of narrow ones, at each height of a block.
 fn latent() -> Vec<Key> {
     // As a Hopper's shared memory lets them be chosen, then as an A100's.
-    const SOME: [[i64; 7]; 8] = [
+    const SOME: [[i64; 7]; 7] = [
         [1, 16, 576, 512, 2, 2, 4],
         [1, 32, 576, 512, 4, 1, 2],
         [1, 64, 576, 512, 3, 1, 2],
@@ -94,7 +94,6 @@ fn latent() -> Vec<Key> {
         [2, 32, 320, 256, 4, 1, 2],
         [2, 16, 64, 128, 4, 2, 4],
         [1, 16, 576, 512, 3, 1, 4],
-        [1, 32, 576, 512, 2, 1, 4],
     ];
     // On a Hopper: query vectors, depth, width, stages, pieces.
     const FEW: [[i64; 6]; 3] = [[1, 16, 576, 512, 3, 4], [2, 32, 576, 512, 2, 2], [2, 16, 64, 128, 4, 4]];
@@ -123,13 +122,8 @@ fn sparse() -> Vec<Key> {
 
 /// Around picks: a kernel of each kind, a dtype each.
 fn picks() -> Vec<Key> {
-    const SOME: [(&str, i64, i64); 5] = [
-        ("picks_order", 1, 1),
-        ("picks_merge", 1, 1),
-        ("picks_merge", 2, 2),
-        ("picks_plain", 0, 0),
-        ("picks_plain", 2, 3),
-    ];
+    const SOME: [(&str, i64, i64); 4] =
+        [("picks_order", 1, 1), ("picks_merge", 2, 2), ("picks_plain", 0, 0), ("picks_plain", 2, 3)];
     let key = |(entry, q, kv)| Key::new(Unit::PICKS, entry).with("Q_TYPE", q).with("KV_TYPE", kv);
     SOME.into_iter().map(key).collect()
 }
@@ -199,10 +193,9 @@ fn decode() -> Vec<Key> {
 
 /// Many query vectors: each width of a head, each source, a soft cap once.
 fn tile() -> Vec<Key> {
-    const SOME: [[i64; 9]; 9] = [
+    const SOME: [[i64; 9]; 8] = [
         [1, 0, 128, 128, 4, 2, 64, 0, 2],
         [2, 0, 128, 128, 4, 2, 64, 1, 2],
-        [1, 1, 128, 128, 4, 2, 64, 0, 2],
         [2, 2, 128, 128, 4, 2, 64, 0, 2],
         [1, 0, 64, 64, 4, 2, 64, 1, 2],
         [2, 1, 192, 128, 8, 1, 64, 0, 1],
@@ -213,12 +206,18 @@ fn tile() -> Vec<Key> {
     let names = ["KV_TYPE", "SOURCE", "WIDTH", "VALUES", "WARPS", "SPREAD", "KEYS", "GENERAL", "RESIDENT"];
     let mut keys: Vec<Key> =
         SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect();
+    // On a Hopper, over segments.
+    const WIDE: [[i64; 6]; 3] = [[1, 1, 128, 128, 128, 2], [2, 1, 64, 64, 128, 4], [1, 1, 256, 256, 80, 2]];
+    let names_wide = ["KV_TYPE", "SOURCE", "WIDTH", "VALUES", "KEYS", "STAGES"];
+    keys.extend(
+        WIDE.iter().map(|values| with_all(Key::new(Unit::TILE_WIDE, "tile_wide"), names_wide, *values)),
+    );
     // Of codes.
     for values in [[1, 0, 128, 128, 8, 1, 64, 0, 1], [1, 0, 256, 256, 8, 1, 64, 1, 1]] {
         keys.push(with_all(Key::new(Unit::TILE, "tile"), names, values).with("CODES", 1));
     }
     // Over blocks, the mods that need most registers: score mods, then mask mods, as `cu/mods.cuh` numbers them.
-    let blocks = with_all(Key::new(Unit::TILE, "tile"), names, SOME[3]);
+    let blocks = with_all(Key::new(Unit::TILE, "tile"), names, SOME[2]);
     keys.push(blocks.clone().with("SCORES", 0).with("MASKS", 1).with("MASK_0", 1));
     let apart = with_all(Key::new(Unit::TILE, "tile"), names, [2, 2, 128, 128, 8, 1, 64, 0, 1]);
     let scores = apart.with("SCORES", 2).with("SCORE_0", 1).with("SCORE_1", 3);

@@ -25,47 +25,53 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
     let dtypes = [DType::F32, DType::Bf16];
     let stored = [Stored::Fresh, Stored::Packed, Stored::Pages];
     let base = Rows {
+        rows: 1,
         queries: keys / 4,
         keys,
         stored: Stored::Fresh,
         dtype: DType::F32,
         heads: 8,
         width: 64,
+        wide: "",
         causal: false,
     };
     let of = |dtype| stored.map(|stored| case(Rows { stored, dtype, ..base }));
     dtypes.into_iter().flat_map(of).collect()
 }
 
-/// Those of a device: every key is fresh.
+/// Those of a device: every key is fresh. Heads of each width, as many as make 2,048 lanes, and rows of as many tokens in all.
 pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
-    let keys = if quick { 128 } else { 16384 };
-    let base = Rows {
-        queries: keys,
-        keys,
-        stored: Stored::Fresh,
-        dtype: DType::Bf16,
-        heads: if quick { 2 } else { 16 },
-        width: 128,
-        causal: false,
-    };
-    vec![case(base), case(Rows { causal: true, ..base })]
+    let mut cases = Vec::new();
+    for (width, wide) in [(64, ", d64"), (128, ""), (256, ", d256")] {
+        for rows in [8, 2, 1] {
+            let keys = if quick { 128 / rows } else { 16384 / rows };
+            let heads = if quick { 2 } else { 2048 / width };
+            let stored = Stored::Fresh;
+            let dtype = DType::Bf16;
+            let base = Rows { rows, queries: keys, keys, stored, dtype, heads, width, wide, causal: false };
+            cases.extend([base, Rows { causal: true, ..base }].map(case));
+        }
+    }
+    cases
 }
 
-/// One row.
+/// Rows that are alike.
 #[derive(Clone, Copy)]
 struct Rows {
+    rows: usize,
     queries: usize,
     keys: usize,
     stored: Stored,
     dtype: DType,
     heads: usize,
     width: usize,
+    /// The width in the row's name, where rows are of several.
+    wide: &'static str,
     causal: bool,
 }
 
 fn case(rows: Rows) -> Case {
-    let Rows { queries, keys, stored, dtype, heads: h, width: d, causal } = rows;
+    let Rows { rows, queries, keys, stored, dtype, heads: h, width: d, wide, causal } = rows;
     let name = match (stored, causal) {
         (Stored::Fresh, false) => "fresh",
         (Stored::Fresh, true) => "causal",
@@ -73,8 +79,9 @@ fn case(rows: Rows) -> Case {
         (Stored::Pages, _) => "paged",
     };
     let size = dtype.size();
-    let bytes = (2 * (queries + keys) * h * d * size) as f64;
-    let pairs = queries as f64 * if causal { (2 * keys + 1 - queries) as f64 / 2.0 } else { keys as f64 };
+    let bytes = (2 * rows * (queries + keys) * h * d * size) as f64;
+    let pairs =
+        (rows * queries) as f64 * if causal { (2 * keys + 1 - queries) as f64 / 2.0 } else { keys as f64 };
     let flops = 4.0 * pairs * (h * d) as f64;
     let make = move |place: &Place| -> anyhow::Result<Made> {
         let stream = place.stream();
@@ -88,7 +95,10 @@ fn case(rows: Rows) -> Case {
         };
         let before = if stored == Stored::Fresh { 0 } else { keys - queries };
         let (fresh, pages) = (keys - before, before / PAGE_SIZE);
-        let (cu_p, kv_indptr) = ([0, before as i32], [0, pages as i32]);
+        let indptr = |each: usize| (0..=rows).map(|row| (row * each) as i32).collect::<Vec<_>>();
+        let [cu_q, cu_p, cu_k, kv_indptr] = [queries, before, fresh, pages].map(indptr);
+        let prefix_len = vec![before as i32; rows];
+        let pages = rows * pages;
         let kv_indices: Vec<i32> = (0..pages).map(|page| (page * 77 % pages) as i32).collect();
         let prefix = match stored {
             Stored::Fresh => Prefix::None,
@@ -96,13 +106,13 @@ fn case(rows: Rows) -> Case {
             Stored::Pages => Prefix::Pages {
                 kv_indptr: &kv_indptr,
                 kv_indices: &kv_indices,
-                prefix_len: &cu_p[1..],
+                prefix_len: &prefix_len,
                 page_size: PAGE_SIZE,
                 page_start: None,
                 num_pages: pages,
             },
         };
-        let table = Table { cu_q: &[0, queries as i32], prefix, cu_k: &[0, fresh as i32] };
+        let table = Table { cu_q: &cu_q, prefix, cu_k: &cu_k };
         let variant = if causal { Variant::causal(d) } else { Variant::full(d) };
         let options = ScheduleOptions { target: Target::of(place.device()), ..ScheduleOptions::default() };
         let mut work = WorkList::default();
@@ -110,6 +120,7 @@ fn case(rows: Rows) -> Case {
         work.stage(&stream)?;
         let bytes = workspace_bytes(&work, options.workers);
         let mut workspace = place.scratch(bytes)?;
+        let (queries, before, fresh) = (rows * queries, rows * before, rows * fresh);
         let q = place.filled(dtype, queries * h * d)?;
         let [k, v] = [place.filled(dtype, fresh * h * d)?, place.filled(dtype, fresh * h * d)?];
         let [old_k, old_v] = [place.filled(dtype, before * h * d)?, place.filled(dtype, before * h * d)?];
@@ -132,6 +143,7 @@ fn case(rows: Rows) -> Case {
             Ok(attend(&stream, params)?)
         }))
     };
-    let shape = format!("{queries} of {keys}, {name}, {dtype}");
+    let many = if rows > 1 { format!("{rows} x ") } else { String::new() };
+    let shape = format!("{many}{queries} of {keys}{wide}, {name}, {dtype}");
     Case { kernel: "dense", shape, dtype, cost: Cost { bytes, flops }, beside: None, make: Box::new(make) }
 }

@@ -123,6 +123,7 @@ DEVICE void pin(u64& of) { asm volatile("" : "+l"(of)::"memory"); }
 #define SUMS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SUMS_16 SUMS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define SUMS_32 SUMS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS_40 SUMS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define SUMS_64 \
     SUMS_32 \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
@@ -137,6 +138,7 @@ DEVICE void pin(u64& of) { asm volatile("" : "+l"(of)::"memory"); }
 #define OUT_8(i) OUT_4(i), OUT_4(i + 4)
 #define OUT_16(i) OUT_8(i), OUT_8(i + 8)
 #define OUT_32(i) OUT_16(i), OUT_16(i + 16)
+#define OUT_40(i) OUT_32(i), OUT_8(i + 32)
 #define OUT_64(i) OUT_32(i), OUT_32(i + 32)
 #define OUT_128(i) OUT_64(i), OUT_64(i + 64)
 
@@ -173,6 +175,8 @@ MSTAR_PRODUCT(Bf16, "bf16", 32, 16, 16, 17, 18, 19, 20, 21, 22)
 MSTAR_PRODUCT(F16, "f16", 32, 16, 16, 17, 18, 19, 20, 21, 22)
 MSTAR_PRODUCT(Bf16, "bf16", 64, 32, 32, 33, 34, 35, 36, 37, 38)
 MSTAR_PRODUCT(F16, "f16", 64, 32, 32, 33, 34, 35, 36, 37, 38)
+MSTAR_PRODUCT(Bf16, "bf16", 80, 40, 40, 41, 42, 43, 44, 45, 46)
+MSTAR_PRODUCT(F16, "f16", 80, 40, 40, 41, 42, 43, 44, 45, 46)
 MSTAR_PRODUCT(Bf16, "bf16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 MSTAR_PRODUCT(F16, "f16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 MSTAR_PRODUCT(Bf16, "bf16", 256, 128, 128, 129, 130, 131, 132, 133, 134)

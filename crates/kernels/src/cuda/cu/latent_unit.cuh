@@ -10,8 +10,9 @@
 #include "finish.cuh"
 #include "gather.cuh"
 #include "hopper.cuh"
+#include "ring.cuh"
 
-constexpr u32 GROUP = 128, KEYS = 64;
+constexpr u32 KEYS = 64;
 // A tile in shared memory: blocks of 64 rows and 64 lanes, rows of 128 bytes whose 16-byte pieces are turned by the row.
 constexpr u32 LANES = 64, PIECE = 8, BLOCK_BYTES = KEYS * LANES * 2, EIGHT_ROWS = 8 * LANES * 2;
 
@@ -66,15 +67,6 @@ DEVICE void walk(const Attend& p, Each each) {
     }
 }
 
-// Where a tile of the ring is, and which turn of the ring it belongs to.
-struct Turn {
-    u32 slot, parity;
-    void next() {
-        slot += 1;
-        if (slot == STAGES) slot = 0, parity ^= 1;
-    }
-};
-
 // ---- producer ----
 
 // Eight lanes of a row, from lane `at` on: C of them lie at `a`, the others at `b`; null for a row of zeros.
@@ -98,59 +90,3 @@ DEVICE void put(u8* to, const Element* a, const Element* b, u32 at, u32 C, u32 D
     }
     store16(to, U4{words[0], words[1], words[2], words[3]});
 }
-
-// The arrival of a thread whose copies, or plain stores, are on their way.
-DEVICE void announce(Mark* mark, bool aligned) {
-    if (aligned) {
-        mark_arrive_after_copies(mark);
-    } else {
-        async_fence();
-        mark_arrive(mark);
-    }
-}
-
-// Tells of a unit, the count-th of them, as soon as the one two before it is read. By all threads that produce, of which this is number
-// `thread`.
-template <class Told>
-DEVICE void tell(Told& told, const Unit& unit, u32 count, u32 thread) {
-    mark_wait(&told.queries_read, count % 2 ^ 1);
-    // Copies arrive by themselves, which says nothing of what was stored: that has an arrival of its own.
-    if (thread == 0) {
-        told.units[count % 2] = unit;
-        mark_arrive(&told.queries);
-    }
-}
-// That there is no more to do; then waits for this thread's copies.
-template <class Told>
-DEVICE void tell_end(Told& told, u32 count, u32 thread, bool aligned) {
-    Unit last{};
-    last.over = true;
-    tell(told, last, count, thread);
-    announce(&told.queries, aligned);
-    cp_async_commit();
-    cp_async_wait<0>();
-}
-
-// ---- consumers ----
-
-// The descriptor of what lies so many bytes behind; addresses never carry out of the lower word.
-DEVICE u64 after(u64 desc, u32 bytes) { return (desc & ~0xffffffffull) | (u32(desc) + (bytes >> 4)); }
-
-// One arrival of a warp that has read what a mark speaks of.
-DEVICE void released(Mark* mark) {
-    warp_sync();
-    if (lane() == 0) mark_arrive(mark);
-}
-
-// Calls `each(unit, count)` for what the producer tells of; in the order in which it does.
-template <class Told, class Each>
-DEVICE void each_told(Told& told, Each each) {
-    NO_UNROLL
-    for (u32 count = 0;; count++) {
-        mark_wait(&told.queries, count % 2);
-        const Unit& unit = told.units[count % 2];
-        if (unit.over) break;
-        each(unit, count);
-    }
-}
-

@@ -1,17 +1,21 @@
 //! The tensor-core kernels over keys and values a head: `cu/decode.cu` for items of few query vectors over pages, `cu/tile.cu`
-//! for tiles of queries over pages, segments and blocks. Of bf16 or f16, queries, keys and values alike, up to 512 wide.
+//! for tiles of queries over pages, segments and blocks, `cu/tile_wide.cu` for tiles over segments on a Hopper. Of bf16 or f16, queries,
+//! keys and values alike, up to 512 wide.
 //!
 //! What is chosen here follows from a list's shapes and the device, never from the batch: widths are padded to multiples of 64
 //! by zeros in shared memory, and values wider than 256 are taken in two passes.
 
+use crate::cpu::paged::Call;
 use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
-use crate::paged::{DECODE_LEAF, Stored, in_codes, in_halves};
+use crate::cuda::tensor_map::{Boxes, Swizzle};
+use crate::paged::{DECODE_LEAF, Geometry, Stored, TILE_ROWS, in_codes, in_halves};
 use crate::work::WorkList;
+use crate::{Kernels, Result, TensorRef};
 
 use super::Choice;
 use super::mods::Kinds;
-use super::params::{Walk, number};
+use super::params::{Maps, Walk, number};
 use super::plain::source;
 
 /// The widest head.
@@ -47,6 +51,7 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
         true => few(width, values, geometry.group(), most_vectors(work), optin)
             .or_else(|| decode(width, values, geometry.group(), optin, false)),
         false if codes => codes_tile(width, values, optin),
+        false if is_wide(work, context) => return wide(geometry),
         false => tile(width, values, optin, if changed && !whole { 1 } else { 2 }),
     }?;
     let variant = &work.variant;
@@ -68,6 +73,100 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
     }
     Some(Choice { key, ..choice })
 }
+
+/// Whether tiles of queries are for the Hopper's kernel: over segments, nothing done to scores but their scale.
+fn is_wide(work: &WorkList, context: &Context) -> bool {
+    let geometry = &work.geometry;
+    work.stored == Stored::Segments
+        && work.kernels.settled() != Kernels::Mma
+        && context.is_hopper()
+        && work.variant.logits_soft_cap.is_none()
+        && geometry.group() <= TILE_ROWS
+        && WIDE.iter().any(|wide| wide.takes(geometry))
+}
+
+/// How the Hopper's kernel is built for heads of a padded width.
+struct Wide {
+    /// Of queries and keys.
+    width: usize,
+    /// Of values.
+    values: usize,
+    /// Keys of a tile, which bits depend on.
+    keys: usize,
+    stages: usize,
+}
+
+/// One for each pair of widths.
+const WIDE: [Wide; 3] = [
+    Wide { width: 64, values: 64, keys: 128, stages: 4 },
+    Wide { width: 128, values: 128, keys: 128, stages: 2 },
+    Wide { width: 256, values: 256, keys: 80, stages: 2 },
+];
+
+impl Wide {
+    fn takes(&self, geometry: &Geometry) -> bool {
+        let padded = [geometry.head_dim_qk, geometry.head_dim_vo].map(|width| width.next_multiple_of(64));
+        padded == [self.width, self.values]
+    }
+
+    /// As `SHARED_BYTES` in `cu/tile_ring.cuh`: queries, tiles, marks of each tile and of queries, and items.
+    fn shared(&self) -> usize {
+        let tiles = self.stages * self.keys * 2 * (self.width + self.values);
+        2 * TILE_ROWS * self.width + tiles + 32 * self.stages + 16 + 2 * 80
+    }
+}
+
+/// That kernel's variant.
+fn wide(geometry: &Geometry) -> Option<Choice> {
+    let wide = WIDE.iter().find(|wide| wide.takes(geometry))?;
+    let key = Key::new(Unit::TILE_WIDE, "tile_wide")
+        .with("KV_TYPE", number(geometry.kv_dtype))
+        .with("SOURCE", 1)
+        .with("WIDTH", wide.width as i64)
+        .with("VALUES", wide.values as i64)
+        .with("KEYS", wide.keys as i64)
+        .with("STAGES", wide.stages as i64);
+    Some(Choice { key, threads: 384, shared: wide.shared() as u32 })
+}
+
+/// Whether a kernel asks for boxes of heads, and so takes maps.
+pub(super) fn takes_maps(key: &Key) -> bool {
+    key.unit.name() == Unit::TILE_WIDE.name()
+}
+
+/// The maps for such a kernel, where there can be all of them: where not, it gathers.
+///
+/// # Errors
+/// A driver that refuses what [`Boxes`] allows.
+pub(super) fn maps(key: &Key, call: &Call<'_>, context: &Context) -> Result<Option<Maps>> {
+    let keys =
+        key.defines.as_slice().iter().find(|(name, _)| *name == "KEYS").map_or(0, |&(_, keys)| keys as u32);
+    let group = call.geometry.group() as u32;
+    let rows = |tensor: &TensorRef<'_>, tokens: u32, heads: u32| {
+        Boxes::of(tensor, &[tokens, heads, LANES], Swizzle::B128).ok()
+    };
+    let tile = |tensor: &TensorRef<'_>| rows(tensor, keys, 1);
+    let (Some(k), Some(v), Some(q)) =
+        (tile(&call.k), tile(&call.v), rows(&call.q, TILE_ROWS as u32 / group, group))
+    else {
+        return Ok(None);
+    };
+    #[cfg_attr(not(feature = "dense"), allow(unused_mut))]
+    let mut maps =
+        Maps { keys: k.map(context)?, values: v.map(context)?, queries: q.map(context)?, ..Maps::default() };
+    // Prefixes in pages are gathered.
+    #[cfg(feature = "dense")]
+    if let Some([k, v]) = &call.extra.prefix
+        && !call.work.segments.paged
+    {
+        let (Some(k), Some(v)) = (tile(k), tile(v)) else { return Ok(None) };
+        (maps.key_prefix, maps.value_prefix) = (k.map(context)?, v.map(context)?);
+    }
+    Ok(Some(maps))
+}
+
+/// Lanes of a box.
+const LANES: u32 = 64;
 
 /// Tiles of queries over keys and values in e4m3.
 fn codes_tile(width: usize, values: usize, optin: u32) -> Option<Choice> {

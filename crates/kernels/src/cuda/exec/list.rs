@@ -3,6 +3,8 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
+use bytemuck::Pod;
+
 use crate::cpu::paged::Call;
 use crate::cuda::jit::{self, Key, Unit};
 use crate::cuda::launch::launch_next;
@@ -14,7 +16,8 @@ use crate::{Device, Error, Result, Stream, TensorMut, TensorRef};
 
 use super::image::Layout;
 use super::params::{
-    ALIGNED, Attend, AttendMapped, CAUSAL, MAPPED, PER_HEAD, PREFIX_PAGES, Place, View, Walk,
+    ALIGNED, Attend, AttendBoxes, AttendMapped, CAUSAL, MAPPED, Maps, PER_HEAD, PREFIX_PAGES, Place, View,
+    Walk,
 };
 use super::tickets::Tickets;
 use super::{Choice, heads, latents, merge, mods, plain};
@@ -125,22 +128,32 @@ impl Ready {
     }
 
     /// Launches so many blocks; `next` of a call's earlier kernels, of which it says then that there is one.
-    fn launch(&self, stream: &Stream, params: &AttendMapped, blocks: u32, next: &mut bool) -> Result<()> {
+    fn launch(&self, stream: &Stream, params: &AttendBoxes, blocks: u32, next: &mut bool) -> Result<()> {
+        if heads::takes_maps(&self.key) {
+            let attend = Attend { walk: self.walk, ..params.attend };
+            return self.put(stream, &AttendBoxes { attend, ..*params }, blocks, next);
+        }
+        let attend = Attend { walk: self.walk, ..params.attend };
+        if latents::takes_a_map(&self.key) {
+            let mapped = AttendMapped { attend, map: params.maps.keys, ..AttendMapped::default() };
+            return self.put(stream, &mapped, blocks, next);
+        }
+        self.put(stream, &attend, blocks, next)
+    }
+
+    /// The same of the parameter that the kernel takes: an `Attend`, or one with maps.
+    fn put<P: Pod>(&self, stream: &Stream, params: &P, blocks: u32, next: &mut bool) -> Result<()> {
         if blocks == 0 {
             return Ok(());
         }
         let how = Launch { grid: [blocks, 1, 1], block: self.threads, shared: self.shared };
-        let attend = Attend { walk: self.walk, ..params.attend };
-        let mapped = latents::takes_a_map(&self.key);
-        let params = AttendMapped { attend, ..*params };
-        // SAFETY: the kernel takes an `Attend`, or that and a map, whose addresses `attend` checked: tensors of the list's shapes on this
-        // device, an image that is in range because the list is, and a workspace with room for its states.
+        // SAFETY: the kernel takes a `P`, whose addresses `attend` checked: tensors of the list's shapes on this device, an image that is
+        // in range because the list is, and a workspace with room for its states.
         unsafe {
-            match (std::mem::replace(next, true), mapped) {
-                (true, true) => launch_next(&self.function, stream, how, &params),
-                (true, false) => launch_next(&self.function, stream, how, &params.attend),
-                (false, true) => launch(&self.function, stream, how, &params),
-                (false, false) => launch(&self.function, stream, how, &params.attend),
+            if std::mem::replace(next, true) {
+                launch_next(&self.function, stream, how, params)
+            } else {
+                launch(&self.function, stream, how, params)
             }
         }
     }
@@ -391,17 +404,26 @@ pub(crate) fn attend(
     if tasks {
         attend.tickets = on.tickets.of(attend.partials);
     }
-    let mut params = AttendMapped { attend, ..AttendMapped::default() };
-    if [&on.few, &on.many].into_iter().flatten().any(|ready| latents::takes_a_map(&ready.key))
-        && let Some(map) = latents::map(&call.k, Context::of(stream.device())?)?
-    {
-        params.map = map;
+    let mut params = AttendBoxes { attend, ..AttendBoxes::default() };
+    let any = |takes: fn(&Key) -> bool| {
+        [&on.few, &on.many].into_iter().flatten().find(|ready| takes(&ready.key)).map(|ready| &ready.key)
+    };
+    let maps = if let Some(key) = any(heads::takes_maps) {
+        heads::maps(key, call, Context::of(stream.device())?)?
+    } else if any(latents::takes_a_map).is_some() {
+        let keys = latents::map(&call.k, Context::of(stream.device())?)?;
+        keys.map(|keys| Maps { keys, ..Maps::default() })
+    } else {
+        None
+    };
+    if let Some(maps) = maps {
+        params.maps = maps;
         params.attend.flags |= MAPPED;
     }
     let (mut next, alone) = (false, on.empties && (attend.tickets != 0 || !tasks));
     if let Some(few) = &on.few {
         let attend = Attend { empties: alone.into(), ..params.attend };
-        few.launch(stream, &AttendMapped { attend, ..params }, few.blocks, &mut next)?;
+        few.launch(stream, &AttendBoxes { attend, ..params }, few.blocks, &mut next)?;
     }
     if let Some(many) = &on.many {
         many.launch(stream, &params, many.blocks, &mut next)?;

@@ -141,9 +141,34 @@ pub(crate) struct AttendMapped {
     pub(crate) map: TensorMap,
 }
 
+/// One layer over a list, for a kernel that asks for boxes of keys and values a head, and of queries.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+pub(crate) struct AttendBoxes {
+    pub(crate) attend: Attend,
+    pub(crate) reserved: [u64; 5],
+    pub(crate) maps: Maps,
+}
+
+/// What such a kernel is told of tensors.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+pub(crate) struct Maps {
+    /// Of fresh keys [U, G, D].
+    pub(crate) keys: TensorMap,
+    /// [U, G, Dv].
+    pub(crate) values: TensorMap,
+    /// [T, H, D].
+    pub(crate) queries: TensorMap,
+    /// Of packed prefixes [U, G, D], where there are some.
+    pub(crate) key_prefix: TensorMap,
+    /// [U, G, Dv].
+    pub(crate) value_prefix: TensorMap,
+}
+
 const _: () = {
-    // `cu/latent_ring.cuh` asserts the same number, and `cu/list.cuh` those below.
-    assert!(size_of::<AttendMapped>() == 704);
+    // `cu/latent_ring.cuh` and `cu/tile_ring.cuh` assert the same numbers, and `cu/list.cuh` those below.
+    assert!(size_of::<AttendMapped>() == 704 && size_of::<AttendBoxes>() == 1216);
     assert!(size_of::<View>() == 32 && size_of::<Place>() == 56 && size_of::<Attend>() == 536);
 };
 

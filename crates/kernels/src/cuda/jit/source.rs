@@ -29,6 +29,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("ptx.cuh"),
     file!("codes.cuh"),
     file!("hopper.cuh"),
+    file!("ring.cuh"),
     file!("element.cuh"),
     file!("list.cuh"),
     file!("gather.cuh"),
@@ -46,6 +47,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("latent_tasks.cuh"),
     file!("latent_states.cuh"),
     file!("tile.cuh"),
+    file!("tile_ring.cuh"),
     file!("task.cuh"),
     file!("decode_ring.cuh"),
     file!("few_ring.cuh"),
@@ -87,6 +89,8 @@ impl Unit {
     pub const DECODE: Unit = unit!("decode.cu");
     /// Many query vectors over pages, segments or blocks.
     pub const TILE: Unit = unit!("tile.cu");
+    /// The same on a Hopper, over segments.
+    pub const TILE_WIDE: Unit = unit!("tile_wide.cu");
     /// Over latents.
     pub const LATENT: Unit = unit!("latent.cu");
     /// Over latents, on a Hopper: few query vectors an item, and more.
@@ -119,6 +123,7 @@ impl Unit {
         Unit::DECODE_FEW,
         Unit::DECODE,
         Unit::TILE,
+        Unit::TILE_WIDE,
         Unit::LATENT,
         Unit::LATENT_FEW,
         Unit::LATENT_WIDE,

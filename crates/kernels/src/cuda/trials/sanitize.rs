@@ -95,9 +95,12 @@ fn heads(runner: &Runner) {
 }
 
 fn segments(runner: &Runner) {
-    let of = |d, dv, prefixes, soft_cap| OverSegments { g: 1, group: 2, d, dv, prefixes, soft_cap };
+    let of =
+        |d, dv, prefixes, soft_cap| OverSegments { g: 1, d, dv, soft_cap, ..OverSegments::narrow(prefixes) };
     runner.run(&of(40, 200, Prefixes::Packed, None), &small(), F32, 3, HOPPER);
     runner.run(&of(128, 128, Prefixes::Pages, None), &small(), BF16, 0, HOPPER);
+    runner.run(&of(64, 64, Prefixes::Packed, None), &small(), F16, 0, HOPPER);
+    runner.run(&of(256, 256, Prefixes::None, None), &small(), BF16, 0, HOPPER);
     runner.run(&of(192, 128, Prefixes::Packed, None), &small(), F16, 0, AMPERE);
     runner.run(&of(192, 128, Prefixes::Packed, None), &small(), BF16, 0, HOPPER);
     runner.run(&of(256, 256, Prefixes::None, Some(2.0)), &small(), BF16, 0, HOPPER);
