@@ -193,8 +193,7 @@ fn decode() -> Vec<Key> {
 
 /// Many query vectors: each width of a head, each source, a soft cap once.
 fn tile() -> Vec<Key> {
-    const SOME: [[i64; 9]; 8] = [
-        [1, 0, 128, 128, 4, 2, 64, 0, 2],
+    const SOME: [[i64; 9]; 7] = [
         [2, 0, 128, 128, 4, 2, 64, 1, 2],
         [2, 2, 128, 128, 4, 2, 64, 0, 2],
         [1, 0, 64, 64, 4, 2, 64, 1, 2],
@@ -206,9 +205,14 @@ fn tile() -> Vec<Key> {
     let names = ["KV_TYPE", "SOURCE", "WIDTH", "VALUES", "WARPS", "SPREAD", "KEYS", "GENERAL", "RESIDENT"];
     let mut keys: Vec<Key> =
         SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect();
-    // On a Hopper, over segments.
-    const WIDE: [[i64; 6]; 3] = [[1, 1, 128, 128, 128, 2], [2, 1, 64, 64, 128, 4], [1, 1, 256, 256, 80, 2]];
-    let names_wide = ["KV_TYPE", "SOURCE", "WIDTH", "VALUES", "KEYS", "STAGES"];
+    // On a Hopper, over segments or pages.
+    const WIDE: [[i64; 8]; 4] = [
+        [1, 1, 128, 128, 2, 128, 2, 2],
+        [1, 0, 128, 128, 2, 128, 2, 2],
+        [2, 1, 64, 64, 3, 96, 4, 2],
+        [1, 1, 256, 256, 2, 80, 2, 1],
+    ];
+    let names_wide = ["KV_TYPE", "SOURCE", "WIDTH", "VALUES", "CONSUMERS", "KEYS", "STAGES", "QUERY_STAGES"];
     keys.extend(
         WIDE.iter().map(|values| with_all(Key::new(Unit::TILE_WIDE, "tile_wide"), names_wide, *values)),
     );
@@ -217,7 +221,7 @@ fn tile() -> Vec<Key> {
         keys.push(with_all(Key::new(Unit::TILE, "tile"), names, values).with("CODES", 1));
     }
     // Over blocks, the mods that need most registers: score mods, then mask mods, as `cu/mods.cuh` numbers them.
-    let blocks = with_all(Key::new(Unit::TILE, "tile"), names, SOME[2]);
+    let blocks = with_all(Key::new(Unit::TILE, "tile"), names, SOME[1]);
     keys.push(blocks.clone().with("SCORES", 0).with("MASKS", 1).with("MASK_0", 1));
     let apart = with_all(Key::new(Unit::TILE, "tile"), names, [2, 2, 128, 128, 8, 1, 64, 0, 1]);
     let scores = apart.with("SCORES", 2).with("SCORE_0", 1).with("SCORE_1", 3);

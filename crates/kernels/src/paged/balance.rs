@@ -117,7 +117,7 @@ fn for_blocks(list: &WorkList, rows: &mut [Row], options: &ScheduleOptions) {
     }
     let leaf = best.0;
     let tiles: u64 = rows.iter().filter(|row| is_spread(row)).map(|row| u64::from(row.q_len)).sum();
-    let cut = cut_tokens(&list.geometry, list.stored) as u64;
+    let cut = cut_tokens(list) as u64;
     let enough = tiles / cut >= slots;
     for row in rows {
         if is_few(row) {

@@ -7,6 +7,7 @@
 //! Items of the decode kernel take an aligned run of leaves, as long as leaves are many: their nodes of the tree are joined in
 //! the block, and changes no bit. So do those of the Hopper's kernel over latents of few heads. Such items have a [`Task`] each.
 
+use crate::Kernels;
 use crate::plan::Schedule;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, Task, WorkList};
 
@@ -15,7 +16,7 @@ use super::family::{
     latent_tokens, latents_by_tasks,
 };
 use super::schedule::{leaves, visible};
-use super::{Family, Geometry, Stored};
+use super::{Family, Stored};
 
 /// Items of the decode kernel that there are to be at least before one takes several leaves: about one and a half for each
 /// multiprocessor of a large device. More items balance better, and cost more at their ends; see `docs/perf-notes.md`.
@@ -28,7 +29,10 @@ const MOST_LEVEL: u32 = 5;
 const FAN: u32 = 4;
 
 /// Query vectors (tokens times heads of a group) of an item of the tile family.
-pub(crate) const TILE_ROWS: usize = 128;
+const TILE_ROWS: usize = 128;
+
+/// The same of narrow heads for the Hopper's kernel over segments, which has registers for a third group of them.
+const NARROW_ROWS: usize = 192;
 
 /// Classes of cost: eight for each doubling.
 const CLASSES: usize = 64 * 8;
@@ -174,11 +178,19 @@ pub(super) fn cut(list: &mut WorkList) {
 }
 
 /// Query tokens of an item of the families whose rows are spread over items.
-pub(crate) fn cut_tokens(geometry: &Geometry, stored: Stored) -> usize {
-    match stored {
-        Stored::Latents => latent_tokens(geometry),
-        _ => (TILE_ROWS / geometry.group().max(1)).max(1),
+pub(crate) fn cut_tokens(list: &WorkList) -> usize {
+    match list.stored {
+        Stored::Latents => latent_tokens(&list.geometry),
+        _ => (tile_rows(list) / list.geometry.group().max(1)).max(1),
     }
+}
+
+/// Query vectors of an item of the tile family. Changes no bit.
+fn tile_rows(list: &WorkList) -> usize {
+    let widths = [list.geometry.head_dim_qk, list.geometry.head_dim_vo];
+    let narrow = widths.iter().all(|&width| width <= 64 && width.is_multiple_of(8));
+    let plain = list.stored == Stored::Segments && list.variant.logits_soft_cap.is_none();
+    if narrow && plain && list.kernels == Kernels::Wgmma { NARROW_ROWS } else { TILE_ROWS }
 }
 
 /// Leaves, as a power of two, that an item of the decode kernel takes; `None` for a list that it does not take.
@@ -222,7 +234,7 @@ fn row(list: &mut WorkList, index: usize, level: Option<u32>, latents: u32, scra
     let row = list.rows[index];
     let group = list.geometry.group();
     let heads = list.geometry.num_kv_heads;
-    let tokens = if is_few(&row) { row.q_len } else { cut_tokens(&list.geometry, list.stored) as u32 };
+    let tokens = if is_few(&row) { row.q_len } else { cut_tokens(list) as u32 };
     let mut q_begin = 0;
     while q_begin < row.q_len {
         let q_count = tokens.min(row.q_len - q_begin);

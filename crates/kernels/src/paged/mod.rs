@@ -23,11 +23,11 @@ pub(crate) mod tests;
 pub use attend::{AttendParams, attend, workspace_bytes};
 #[cfg(feature = "cuda")]
 pub(crate) use balance::most_units;
+#[cfg(feature = "cuda")]
+pub(crate) use cut_blocks::cut_tokens;
 #[cfg(all(test, feature = "cuda"))]
 #[allow(unused_imports, reason = "trials are there with every feature alone")]
 pub(crate) use cut_blocks::forced;
-#[cfg(feature = "cuda")]
-pub(crate) use cut_blocks::{TILE_ROWS, cut_tokens};
 pub(crate) use family::Stored;
 #[cfg(any(feature = "cuda", feature = "flex"))]
 pub(crate) use family::blocks_leaf;

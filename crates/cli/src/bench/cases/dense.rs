@@ -1,11 +1,11 @@
 //! Dense attention: fresh keys behind a prefix that is packed, in pages, or not there.
 
-use mstar_kernels::DType;
 use mstar_kernels::dense::{
     AttendParams, Geometry, Prefix, Table, Variant, attend, schedule, workspace_bytes,
 };
 use mstar_kernels::paged::{ScheduleOptions, Target};
 use mstar_kernels::work::WorkList;
+use mstar_kernels::{DType, Kernels};
 
 use super::{Case, Cost, Made, Place};
 
@@ -114,7 +114,8 @@ fn case(rows: Rows) -> Case {
         };
         let table = Table { cu_q: &cu_q, prefix, cu_k: &cu_k };
         let variant = if causal { Variant::causal(d) } else { Variant::full(d) };
-        let options = ScheduleOptions { target: Target::of(place.device()), ..ScheduleOptions::default() };
+        let (target, kernels) = (Target::of(place.device()), Kernels::Auto.on(place.device()));
+        let options = ScheduleOptions { target, kernels, ..ScheduleOptions::default() };
         let mut work = WorkList::default();
         schedule(&geometry, &variant, &table, &options, &mut work)?;
         work.stage(&stream)?;

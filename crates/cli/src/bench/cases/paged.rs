@@ -225,7 +225,10 @@ pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
         cases.extend(case.with_neighbours(near.map(decode)));
     }
     let n = short(8192);
-    cases.push(attention("prefill", Rows { rows: 1, q_len: n, kv_len: n, ..base }));
+    for (rows, n) in [(1, 8192), (4, 4096), (16, 1024), (1, 32768)] {
+        let n = short(n);
+        cases.push(attention("prefill", Rows { rows: few(rows), q_len: n, kv_len: n, ..base }));
+    }
     cases.push(attention("prefill", Rows { rows: 1, q_len: n, kv_len: n, codes: true, ..base }));
     for (rows, kv_len) in [(1, 8192), (16, 8192), (64, 8192), (256, 1024)] {
         cases.push(decode(Rows { rows: few(rows), kv_len: short(kv_len), codes: true, ..base }));

@@ -74,6 +74,12 @@ DEVICE void box_3d(void* to, const TensorMap& map, i32 x, i32 y, i32 z, Mark* ma
                  "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(mark))
                  : "memory");
 }
+DEVICE void box_4d(void* to, const TensorMap& map, i32 x, i32 y, i32 z, i32 w, Mark* mark) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+                     shared_address(to)),
+                 "l"(&map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(mark))
+                 : "memory");
+}
 // Asks for a map to be at hand before its first box.
 DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // One lane of a whole warp; the compiler knows that it is one, so that what it does is no loop over lanes.
@@ -124,6 +130,7 @@ DEVICE void pin(u64& of) { asm volatile("" : "+l"(of)::"memory"); }
 #define SUMS_16 SUMS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define SUMS_32 SUMS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SUMS_40 SUMS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define SUMS_48 SUMS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define SUMS_64 \
     SUMS_32 \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
@@ -139,6 +146,7 @@ DEVICE void pin(u64& of) { asm volatile("" : "+l"(of)::"memory"); }
 #define OUT_16(i) OUT_8(i), OUT_8(i + 8)
 #define OUT_32(i) OUT_16(i), OUT_16(i + 16)
 #define OUT_40(i) OUT_32(i), OUT_8(i + 32)
+#define OUT_48(i) OUT_32(i), OUT_16(i + 32)
 #define OUT_64(i) OUT_32(i), OUT_32(i + 32)
 #define OUT_128(i) OUT_64(i), OUT_64(i + 64)
 
@@ -177,6 +185,8 @@ MSTAR_PRODUCT(Bf16, "bf16", 64, 32, 32, 33, 34, 35, 36, 37, 38)
 MSTAR_PRODUCT(F16, "f16", 64, 32, 32, 33, 34, 35, 36, 37, 38)
 MSTAR_PRODUCT(Bf16, "bf16", 80, 40, 40, 41, 42, 43, 44, 45, 46)
 MSTAR_PRODUCT(F16, "f16", 80, 40, 40, 41, 42, 43, 44, 45, 46)
+MSTAR_PRODUCT(Bf16, "bf16", 96, 48, 48, 49, 50, 51, 52, 53, 54)
+MSTAR_PRODUCT(F16, "f16", 96, 48, 48, 49, 50, 51, 52, 53, 54)
 MSTAR_PRODUCT(Bf16, "bf16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 MSTAR_PRODUCT(F16, "f16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 MSTAR_PRODUCT(Bf16, "bf16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
@@ -190,6 +200,14 @@ DEVICE void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, bool add) {
 template <class T, u32 N, bool B_MN>
 DEVICE void wgmma_rs(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add) {
     Product<T, N, false, B_MN>::registers(d, a, b, add);
+}
+
+// The descriptor of what lies so many bytes behind (`tile_desc`). Addresses never carry out of the lower word, and the upper one is left
+// alone: a product's operand is one addition that waits for no other.
+DEVICE u64 desc_behind(u64 desc, u32 bytes) {
+    u64 r;
+    asm("{\n.reg .b32 lo, hi;\nmov.b64 {lo, hi}, %1;\nadd.u32 lo, lo, %2;\nmov.b64 %0, {lo, hi};\n}" : "=l"(r) : "l"(desc), "r"(bytes >> 4));
+    return r;
 }
 
 // ---- fragments ----

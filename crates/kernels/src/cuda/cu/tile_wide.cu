@@ -1,21 +1,29 @@
-// Many query vectors on a Hopper, over segments: 128 query vectors a block by three warpgroups, as FlashAttention-3 does it (Shah et al.,
+// Many query vectors on a Hopper, over segments or pages: two or three times 64 of them a block, as FlashAttention-3 does it (Shah et al.,
 // arXiv 2407.08608).
 //
 //   producer   brings tiles of keys and values into a ring, and the block's queries (tile_ring.cuh)
 //   consumers  64 query vectors each: scores, softmax and sums in registers
 //
-// A consumer asks for the next tile's scores ahead of this tile's values, so that its softmax lies under the latter; what of it does not lies
-// under the other's products, which nothing orders: see docs/perf-notes.md. Tiles start at multiples of KEYS, whatever else a block works on.
+// A consumer asks for the next tile's scores ahead of this tile's values, so that its softmax lies under the latter, also where the next tile
+// is another item's; and consumers take turns at asking, so that the softmax of one lies under the products of another. Tiles start at
+// multiples of KEYS, whatever else a block works on.
 //
 // Defines: those of tile_ring.cuh.
 
 #include "tile_ring.cuh"
 
-constexpr u32 THREADS = 3 * GROUP, CONSUMERS = 2, ROWS = QUERIES / CONSUMERS, CONSUMER_WARPS = CONSUMERS * 4;
+constexpr u32 THREADS = (CONSUMERS + 1) * GROUP, CONSUMER_WARPS = CONSUMERS * 4;
+// Registers of a thread of each role: those that the block is launched with, 168 for each of three groups or 128 for each of four.
+constexpr u32 PRODUCER = CONSUMERS == 2 && SOURCE == PAGES ? 40 : 56;
+constexpr u32 CONSUMER = ((CONSUMERS == 2 ? 3 * 168 : 4 * 128) - PRODUCER) / CONSUMERS;
+static_assert(CONSUMERS == 2 || CONSUMERS == 3, "groups whose registers were counted");
 constexpr u32 STEPS = KEYS / 16, COLUMNS = VALUES / 8;
 
 // Scores of a tile become weights: a thread has two rows, of which `tops` are the largest logits, `sums` its share of the weights, and
 // `shrink` what both rows' former sums are multiplied by.
+struct alignas(8) Two {
+    float x, y;
+};
 struct Softmax {
     float tops[2], sums[2], shrink[2];
 };
@@ -74,112 +82,188 @@ DEVICE void leave(const Attend& p, const Unit& unit, u32 first, const Softmax& s
         const u32 of = first + 8 * r;
         if (of >= unit.output.lanes) continue;
         const float m = top_of(softmax.tops[r]), l = total[r];
-        if (unit.output.direct()) {
-            const float f = finish(p, unit.output, of, m, l, t == 0);
-            T* to = output_row<T>(p, unit.output, of);
-            UNROLL
-            for (u32 n = 0; n < COLUMNS; n++) {
-                const u32 at = 8 * n + 2 * t;
-                const float a = sums[4 * n + 2 * r] * f + 0.0f, b = sums[4 * n + 2 * r + 1] * f + 0.0f;
-                if (at < p.Dv) store_pair(to + at, a, b, at + 1 < p.Dv);
-            }
-        } else {
+        if (!unit.output.direct()) {
             if (t == 0) *unit.output.m(of) = m, *unit.output.l(of) = l;
-            float* to = unit.output.acc(of);
+            // A state is padded to whole lines.
+            float* to = unit.output.acc(of) + 2 * t;
             UNROLL
-            for (u32 n = 0; n < COLUMNS; n++) {
-                const u32 at = 8 * n + 2 * t;
-                if (at < p.Dv) to[at] = sums[4 * n + 2 * r];
-                if (at + 1 < p.Dv) to[at + 1] = sums[4 * n + 2 * r + 1];
+            for (u32 n = 0; n < COLUMNS; n++)
+                if (8 * n + 2 * t < p.Dv) *reinterpret_cast<Two*>(to + 8 * n) = Two{sums[4 * n + 2 * r], sums[4 * n + 2 * r + 1]};
+            continue;
+        }
+        const float f = finish(p, unit.output, of, m, l, t == 0);
+        T* to = output_row<T>(p, unit.output, of) + 2 * t;
+        const bool pairs = reinterpret_cast<u64>(to) % 4 == 0 && p.Dv % 2 == 0;
+        UNROLL
+        for (u32 n = 0; n < COLUMNS; n++) {
+            const u32 at = 8 * n + 2 * t;
+            const u32 pair = pack<T>(sums[4 * n + 2 * r] * f + 0.0f, sums[4 * n + 2 * r + 1] * f + 0.0f);
+            if (pairs) {
+                if (at < p.Dv) *reinterpret_cast<u32*>(to + 8 * n) = pair;
+            } else {
+                if (at < p.Dv) to[8 * n].bits = u16(pair);
+                if (at + 1 < p.Dv) to[8 * n + 1].bits = u16(pair >> 16);
             }
+        }
+    }
+}
+
+// What a thread's rows see of a unit's keys.
+DEVICE Reach sees(const Attend& p, const Unit& unit, u32 of) {
+    return span_at(p, unit.reach, unit.first + i64(least(of, unit.output.lanes - 1) / unit.output.group));
+}
+// What all rows of a warp see.
+DEVICE Reach sight_of(const Attend& p, const Unit& unit, u32 first) {
+    const Reach a = sees(p, unit, first), b = sees(p, unit, first + 8);
+    return Reach{warp_max(most(a.lo, b.lo)), ~warp_max(~least(a.hi, b.hi))};
+}
+// Scores of keys that a row does not see, in the tile at `base`, become -inf.
+DEVICE void hide(const Attend& p, float (&x)[KEYS / 2], const Unit& unit, const Reach& sight, u32 first, u32 base) {
+    const u32 from = base + 2 * (lane() % 4);
+    if (base < sight.lo || base + KEYS > sight.hi) {
+        UNROLL
+        for (u32 r = 0; r < 2; r++) {
+            const Reach seen = sees(p, unit, first + 8 * r);
+            UNROLL
+            for (u32 n = 0; n < KEYS / 8; n++) {
+                UNROLL
+                for (u32 i = 0; i < 2; i++) {
+                    const u32 key = from + 8 * n + i;
+                    if (key < seen.lo || key >= seen.hi) x[4 * n + 2 * r + i] = -infinity();
+                }
+            }
+        }
+    }
+    if (SOURCE != PAGES || !unit.mask_words) return;
+    UNROLL
+    for (u32 r = 0; r < 2; r++) {
+        const u32 token = least(first + 8 * r, unit.output.lanes - 1) / unit.output.group;
+        UNROLL
+        for (u32 n = 0; n < KEYS / 8; n++) {
+            const u32 at = from + 8 * n;
+            const u32 bits = u32(masked(p, unit, token, at / 64) >> (at % 64));
+            UNROLL
+            for (u32 i = 0; i < 2; i++)
+                if (!(bits >> i & 1)) x[4 * n + 2 * r + i] = -infinity();
         }
     }
 }
 
 DEVICE void consume(const Attend& p, u8* shared, Told& told, u32 group) {
     const float factor = scale_of<false>(p).factor;
-    const u32 t = lane() % 4, first = group * ROWS + warp() % 4 * 16 + lane() / 4;
-    const u64 queries = tile_desc(shared + group * ROWS * ROW_BYTES, 0, EIGHT_ROWS);
+    const u32 first = group * ROWS + warp() % 4 * 16 + lane() / 4;
     Turn keys_turn{0, 0}, values_turn{0, 0};
-    auto ask_scores = [&](float(&x)[KEYS / 2]) {
-        u64 rows = queries;
-        pin(rows);
+    float sums[VALUES / 2], x[KEYS / 2];
+    u32 weights[STEPS][4];
+    // Asks for the scores of the next tile in the ring, by the count-th unit's queries.
+    auto ask_scores = [&](u32 count) {
+        const u64 rows = tile_desc(queries_at(shared, shfl_idx(count, 0)) + group * ROWS * ROW_BYTES, 0, EIGHT_ROWS);
         const u64 keys = tile_desc(shared + KEYS_AT + keys_turn.slot * KEY_BYTES, 0, EIGHT_ROWS);
         wgmma_fence();
         UNROLL
         for (u32 i = 0; i < WIDTH / 16; i++) {
             const u32 block = i / (LANES / 16), step = i % (LANES / 16) * 32;
-            wgmma_ss<T, KEYS, false, false>(x, after(rows, block * QUERY_BLOCK_BYTES + step), after(keys, block * BLOCK_BYTES + step), i != 0);
+            wgmma_ss<T, KEYS, false, false>(x, desc_behind(rows, block * QUERY_BLOCK_BYTES + step), desc_behind(keys, block * BLOCK_BYTES + step), i != 0);
         }
         wgmma_commit();
     };
-    auto ask_values = [&](float(&sums)[VALUES / 2], const u32(&weights)[STEPS][4]) {
+    auto ask_values = [&] {
         const u64 values = tile_desc(shared + VALUES_AT + values_turn.slot * VALUE_BYTES, BLOCK_BYTES, EIGHT_ROWS);
         wgmma_fence();
         UNROLL
-        for (u32 k = 0; k < STEPS; k++) wgmma_rs<T, VALUES, true>(sums, weights[k], after(values, k * 2 * EIGHT_ROWS), true);
+        for (u32 k = 0; k < STEPS; k++) wgmma_rs<T, VALUES, true>(sums, weights[k], desc_behind(values, k * 2 * EIGHT_ROWS), true);
         wgmma_commit();
     };
-    each_told(told, [&](const Unit& unit, u32) {
-        float sums[VALUES / 2], x[KEYS / 2];
-        u32 weights[STEPS][4];
-        Softmax softmax{{LOWEST, LOWEST}, {0.0f, 0.0f}, {1.0f, 1.0f}};
-        UNROLL
-        for (u32 i = 0; i < VALUES / 2; i++) sums[i] = 0.0f;
-        const u32 begin = unit.tile(), end = unit.tiles();
-        // What this thread's rows see, and what all rows of the warp do.
-        u32 lo[2], hi[2];
-        UNROLL
-        for (u32 r = 0; r < 2; r++) {
-            const u32 of = least(first + 8 * r, unit.output.lanes - 1);
-            const Reach sees = span_at(p, unit.reach, unit.first + i64(of / unit.output.group));
-            lo[r] = sees.lo, hi[r] = sees.hi;
-        }
-        const u32 all_lo = warp_max(most(lo[0], lo[1])), all_hi = ~warp_max(~least(hi[0], hi[1]));
-        auto hide = [&](u32 base) {
-            if (base >= all_lo && base + KEYS <= all_hi) return;
-            UNROLL
-            for (u32 i = 0; i < KEYS / 2; i++) {
-                const u32 key = base + 2 * t + i / 4 * 8 + i % 2;
-                if (key < lo[i / 2 % 2] || key >= hi[i / 2 % 2]) x[i] = -infinity();
-            }
-        };
-        mark_wait(&told.keys[keys_turn.slot], keys_turn.parity);
-        ask_scores(x);
-        wgmma_wait<0>();
-        pin(x);
+    auto keys_read = [&] {
         released(&told.keys_read[keys_turn.slot]);
         keys_turn.next();
-        if (begin + 1 >= end) released(&told.queries_read);
-        hide(begin * KEYS);
-        weigh(x, factor, softmax);
-        packed(weights, x);
-        NO_UNROLL
-        for (u32 tile = begin + 1; tile < end; tile++) {
-            mark_wait(&told.keys[keys_turn.slot], keys_turn.parity);
-            ask_scores(x);
-            mark_wait(&told.values[values_turn.slot], values_turn.parity);
-            ask_values(sums, weights);
-            wgmma_wait<1>();
-            pin(x);
-            released(&told.keys_read[keys_turn.slot]);
-            keys_turn.next();
-            if (tile + 1 >= end) released(&told.queries_read);
-            hide(tile * KEYS);
-            weigh(x, factor, softmax);
-            settle(sums, softmax);
-            released(&told.values_read[values_turn.slot]);
-            values_turn.next();
-            packed(weights, x);
-        }
+    };
+    // The next tile's scores, then this tile's values; returns with the scores.
+    auto ask_both = [&](u32 count) {
+        mark_wait(&told.keys[keys_turn.slot], keys_turn.parity);
+        ask_scores(count);
         mark_wait(&told.values[values_turn.slot], values_turn.parity);
-        ask_values(sums, weights);
-        wgmma_wait<0>();
-        pin(sums);
+        ask_values();
+        wgmma_wait<1>();
+        pin(x);
+        keys_read();
+    };
+    auto values_read = [&] {
         released(&told.values_read[values_turn.slot]);
         values_turn.next();
-        leave(p, unit, first, softmax, sums);
-    });
+    };
+    auto clear = [&] {
+        UNROLL
+        for (u32 i = 0; i < VALUES / 2; i++) sums[i] = 0.0f;
+    };
+    clear();
+    const Softmax fresh{{LOWEST, LOWEST}, {0.0f, 0.0f}, {1.0f, 1.0f}};
+    Softmax softmax = fresh;
+    Reach sight{0, 0};
+    // Whether the weights of a unit's first tile were made behind the last one of the unit before.
+    bool begun = false;
+    NO_UNROLL
+    for (u32 count = 0;; count++) {
+        const Turn turn = query_turn(count);
+        const Unit& unit = told.units[count % 2];
+        if (!begun) {
+            mark_wait(&told.queries[turn.slot], turn.parity);
+            if (warp_any(unit.over)) break;
+            softmax = fresh;
+        }
+        // The same for all threads, as the compiler is to know.
+        const u32 begin = shfl_idx(unit.tile(), 0), end = shfl_idx(unit.tiles(), 0);
+        if (!begun && begin < end) {
+            sight = sight_of(p, unit, first);
+            mark_wait(&told.keys[keys_turn.slot], keys_turn.parity);
+            ask_scores(count);
+            wgmma_wait<0>();
+            pin(x);
+            keys_read();
+            hide(p, x, unit, sight, first, begin * KEYS);
+            weigh(x, factor, softmax);
+            packed(weights, x);
+        }
+        NO_UNROLL
+        for (u32 tile = begin + 1; tile < end; tile++) {
+            ask_both(count);
+            hide(p, x, unit, sight, first, tile * KEYS);
+            weigh(x, factor, softmax);
+            settle(sums, softmax);
+            values_read();
+            packed(weights, x);
+        }
+        begun = false;
+        const Unit& other = told.units[(count + 1) % 2];
+        if (QUERY_STAGES == 1) {
+            released(&told.queries_read[turn.slot]);
+        } else if (begin < end) {
+            const Turn next = query_turn(count + 1);
+            mark_wait(&told.queries[next.slot], next.parity);
+            begun = !warp_any(other.over) && shfl_idx(other.tile(), 0) < shfl_idx(other.tiles(), 0);
+        }
+        const Softmax ended = softmax;
+        if (QUERY_STAGES > 1 && begun) {
+            // The next unit's first scores and weights under this one's last values.
+            ask_both(count + 1);
+            softmax = fresh;
+            sight = sight_of(p, other, first);
+            hide(p, x, other, sight, first, other.tile() * KEYS);
+            weigh(x, factor, softmax);
+            settle(sums, Softmax{{}, {softmax.sums[0], softmax.sums[1]}, {1.0f, 1.0f}});
+            values_read();
+            packed(weights, x);
+        } else if (begin < end) {
+            mark_wait(&told.values[values_turn.slot], values_turn.parity);
+            ask_values();
+            wgmma_wait<0>();
+            pin(sums);
+            values_read();
+        }
+        leave(p, unit, first, ended, sums);
+        clear();
+        if (QUERY_STAGES > 1) released(&told.queries_read[turn.slot]);
+    }
 }
 
 MSTAR_KERNEL(tile_wide, AttendBoxes, THREADS, 1) {
@@ -188,10 +272,10 @@ MSTAR_KERNEL(tile_wide, AttendBoxes, THREADS, 1) {
     start(told, CONSUMER_WARPS);
     const u32 group = group_index();
     if (group == CONSUMERS) {
-        registers_fewer<40>();
+        registers_fewer<PRODUCER>();
         produce(p, shared, told);
     } else {
-        registers_more<232>();
+        registers_more<CONSUMER>();
         consume(p.attend, shared, told, group);
     }
 }

@@ -196,6 +196,10 @@ DEVICE void box_3d(void* to, const TensorMap& map, i32 x, i32 y, i32 z, Mark* ma
     const i32 corner[3] = {x, y, z};
     emulated::box(to, map, corner, 3, mark);
 }
+DEVICE void box_4d(void* to, const TensorMap& map, i32 x, i32 y, i32 z, i32 w, Mark* mark) {
+    const i32 corner[4] = {x, y, z, w};
+    emulated::box(to, map, corner, 4, mark);
+}
 DEVICE void prefetch_map(const TensorMap&) {}
 DEVICE bool elected() {
     emulated::exchange(emulated::ELECT, nullptr, 0);
@@ -251,6 +255,7 @@ template <class T, u32 N, bool B_MN>
 DEVICE void wgmma_rs(float (&d)[N / 2], const u32 (&a)[4], u64 b, bool add) {
     emulated::product<T>(d, N, a, 0, b, false, B_MN, add);
 }
+DEVICE u64 desc_behind(u64 desc, u32 bytes) { return (desc & ~0xffffffffull) | (u32(desc) + (bytes >> 4)); }
 DEVICE void stmatrix_x4(void* row, const u32 (&r)[4]) { emulated::stmatrix(row, r, false); }
 DEVICE void stmatrix_x4_trans(void* row, const u32 (&r)[4]) { emulated::stmatrix(row, r, true); }
 DEVICE u32 shared_address(const void* at) {

@@ -1,5 +1,5 @@
 //! The tensor-core kernels over keys and values a head: `cu/decode.cu` for items of few query vectors over pages, `cu/tile.cu`
-//! for tiles of queries over pages, segments and blocks, `cu/tile_wide.cu` for tiles over segments on a Hopper. Of bf16 or f16, queries,
+//! for tiles of queries over pages, segments and blocks, `cu/tile_wide.cu` for tiles over segments and pages on a Hopper. Of bf16 or f16, queries,
 //! keys and values alike, up to 512 wide.
 //!
 //! What is chosen here follows from a list's shapes and the device, never from the batch: widths are padded to multiples of 64
@@ -9,7 +9,7 @@ use crate::cpu::paged::Call;
 use crate::cuda::Context;
 use crate::cuda::jit::{Key, Unit};
 use crate::cuda::tensor_map::{Boxes, Swizzle};
-use crate::paged::{DECODE_LEAF, Geometry, Stored, TILE_ROWS, in_codes, in_halves};
+use crate::paged::{DECODE_LEAF, Stored, in_codes, in_halves};
 use crate::work::WorkList;
 use crate::{Kernels, Result, TensorRef};
 
@@ -51,7 +51,7 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
         true => few(width, values, geometry.group(), most_vectors(work), optin)
             .or_else(|| decode(width, values, geometry.group(), optin, false)),
         false if codes => codes_tile(width, values, optin),
-        false if is_wide(work, context) => return wide(geometry),
+        false if is_wide(work, context) => return Wide::of(work).map(|wide| wide.choice(work)),
         false => tile(width, values, optin, if changed && !whole { 1 } else { 2 }),
     }?;
     let variant = &work.variant;
@@ -74,15 +74,33 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
     Some(Choice { key, ..choice })
 }
 
-/// Whether tiles of queries are for the Hopper's kernel: over segments, nothing done to scores but their scale.
+/// Whether tiles of queries are for the Hopper's kernel: over segments, or pages of which boxes can have some slots, nothing done to
+/// scores but their scale.
 fn is_wide(work: &WorkList, context: &Context) -> bool {
     let geometry = &work.geometry;
-    work.stored == Stored::Segments
+    let stored = match work.stored {
+        Stored::Segments => true,
+        Stored::Heads => in_halves(geometry) && slots_boxed(work) > 0,
+        _ => false,
+    };
+    stored
         && work.kernels.settled() != Kernels::Mma
         && context.is_hopper()
         && work.variant.logits_soft_cap.is_none()
-        && geometry.group() <= TILE_ROWS
-        && WIDE.iter().any(|wide| wide.takes(geometry))
+        && !work.variant.alibi
+        // Rows that no box has are gathered, which is slower than what others do.
+        && [geometry.head_dim_qk, geometry.head_dim_vo].iter().all(|width| width.is_multiple_of(8))
+        && Wide::of(work).is_some_and(|wide| geometry.group() <= wide.rows())
+}
+
+/// Slots of a page in a box: whole boxes make a tile and a page, and start where turns of their rows do. 0: there is no such number.
+fn slots_boxed(work: &WorkList) -> usize {
+    let slots = gcd(work.geometry.page_size, Wide::of(work).map_or(0, |wide| wide.keys));
+    if slots.is_multiple_of(8) { slots } else { 0 }
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// How the Hopper's kernel is built for heads of a padded width.
@@ -91,42 +109,67 @@ struct Wide {
     width: usize,
     /// Of values.
     values: usize,
+    /// Groups of 64 query vectors.
+    consumers: usize,
     /// Keys of a tile, which bits depend on.
     keys: usize,
     stages: usize,
+    /// Items whose queries have room.
+    query_stages: usize,
 }
 
-/// One for each pair of widths.
+/// One for each pair of widths, over segments.
 const WIDE: [Wide; 3] = [
-    Wide { width: 64, values: 64, keys: 128, stages: 4 },
-    Wide { width: 128, values: 128, keys: 128, stages: 2 },
-    Wide { width: 256, values: 256, keys: 80, stages: 2 },
+    Wide { width: 64, values: 64, consumers: 3, keys: 96, stages: 4, query_stages: 2 },
+    Wide { width: 128, values: 128, consumers: 2, keys: 128, stages: 2, query_stages: 2 },
+    Wide { width: 256, values: 256, consumers: 2, keys: 80, stages: 2, query_stages: 1 },
+];
+
+/// Over pages, whose look-ups and masks take registers of a third group.
+const WIDE_PAGES: [Wide; 3] = [
+    Wide { width: 64, values: 64, consumers: 2, keys: 128, stages: 4, query_stages: 2 },
+    Wide { width: 128, values: 128, consumers: 2, keys: 128, stages: 2, query_stages: 2 },
+    Wide { width: 256, values: 256, consumers: 2, keys: 80, stages: 2, query_stages: 1 },
 ];
 
 impl Wide {
-    fn takes(&self, geometry: &Geometry) -> bool {
+    fn of(work: &WorkList) -> Option<&'static Wide> {
+        let geometry = &work.geometry;
         let padded = [geometry.head_dim_qk, geometry.head_dim_vo].map(|width| width.next_multiple_of(64));
-        padded == [self.width, self.values]
+        let all = if work.stored == Stored::Heads { &WIDE_PAGES } else { &WIDE };
+        all.iter().find(|wide| padded == [wide.width, wide.values])
+    }
+
+    /// Query vectors of a block.
+    fn rows(&self) -> usize {
+        64 * self.consumers
     }
 
     /// As `SHARED_BYTES` in `cu/tile_ring.cuh`: queries, tiles, marks of each tile and of queries, and items.
     fn shared(&self) -> usize {
+        let queries = self.query_stages * 2 * self.rows() * self.width;
         let tiles = self.stages * self.keys * 2 * (self.width + self.values);
-        2 * TILE_ROWS * self.width + tiles + 32 * self.stages + 16 + 2 * 80
+        queries + tiles + 32 * self.stages + 16 * self.query_stages + 2 * 80 + 8
+    }
+
+    fn choice(&self, work: &WorkList) -> Choice {
+        let key = Key::new(Unit::TILE_WIDE, "tile_wide")
+            .with("KV_TYPE", number(work.geometry.kv_dtype))
+            .with("SOURCE", source(work))
+            .with("WIDTH", self.width as i64)
+            .with("VALUES", self.values as i64)
+            .with("CONSUMERS", self.consumers as i64)
+            .with("KEYS", self.keys as i64)
+            .with("STAGES", self.stages as i64)
+            .with("QUERY_STAGES", self.query_stages as i64);
+        let threads = 128 * (self.consumers as u32 + 1);
+        Choice { key, threads, shared: self.shared() as u32 }
     }
 }
 
-/// That kernel's variant.
-fn wide(geometry: &Geometry) -> Option<Choice> {
-    let wide = WIDE.iter().find(|wide| wide.takes(geometry))?;
-    let key = Key::new(Unit::TILE_WIDE, "tile_wide")
-        .with("KV_TYPE", number(geometry.kv_dtype))
-        .with("SOURCE", 1)
-        .with("WIDTH", wide.width as i64)
-        .with("VALUES", wide.values as i64)
-        .with("KEYS", wide.keys as i64)
-        .with("STAGES", wide.stages as i64);
-    Some(Choice { key, threads: 384, shared: wide.shared() as u32 })
+/// Whether a kernel's blocks take items as they come to them.
+pub(super) fn takes_turns(key: &Key) -> bool {
+    takes_maps(key)
 }
 
 /// Whether a kernel asks for boxes of heads, and so takes maps.
@@ -134,35 +177,33 @@ pub(super) fn takes_maps(key: &Key) -> bool {
     key.unit.name() == Unit::TILE_WIDE.name()
 }
 
-/// The maps for such a kernel, where there can be all of them: where not, it gathers.
+/// The maps for such a kernel, where there can be all of them, and the slots of a page in a box: where not, it gathers.
 ///
 /// # Errors
 /// A driver that refuses what [`Boxes`] allows.
-pub(super) fn maps(key: &Key, call: &Call<'_>, context: &Context) -> Result<Option<Maps>> {
-    let keys =
-        key.defines.as_slice().iter().find(|(name, _)| *name == "KEYS").map_or(0, |&(_, keys)| keys as u32);
-    let group = call.geometry.group() as u32;
-    let rows = |tensor: &TensorRef<'_>, tokens: u32, heads: u32| {
-        Boxes::of(tensor, &[tokens, heads, LANES], Swizzle::B128).ok()
-    };
-    let tile = |tensor: &TensorRef<'_>| rows(tensor, keys, 1);
-    let (Some(k), Some(v), Some(q)) =
-        (tile(&call.k), tile(&call.v), rows(&call.q, TILE_ROWS as u32 / group, group))
-    else {
+pub(super) fn maps(call: &Call<'_>, context: &Context) -> Result<Option<(Maps, u32)>> {
+    let Some(wide) = Wide::of(call.work) else { return Ok(None) };
+    let slots = slots_boxed(call.work) as u32;
+    let boxes = |tensor: &TensorRef<'_>, boxed: &[u32]| Boxes::of(tensor, boxed, Swizzle::B128).ok();
+    let packed = |tensor: &TensorRef<'_>| boxes(tensor, &[wide.keys as u32, 1, LANES]);
+    let pages = |tensor: &TensorRef<'_>| boxes(tensor, &[1, slots.max(1), 1, LANES]);
+    let in_pages = call.work.stored == Stored::Heads;
+    let tile = |tensor: &TensorRef<'_>| if in_pages { pages(tensor) } else { packed(tensor) };
+    let group = call.geometry.group();
+    let rows = [(wide.rows() / group) as u32, group as u32, LANES];
+    let (Some(k), Some(v), Some(q)) = (tile(&call.k), tile(&call.v), boxes(&call.q, &rows)) else {
         return Ok(None);
     };
     #[cfg_attr(not(feature = "dense"), allow(unused_mut))]
     let mut maps =
         Maps { keys: k.map(context)?, values: v.map(context)?, queries: q.map(context)?, ..Maps::default() };
-    // Prefixes in pages are gathered.
     #[cfg(feature = "dense")]
-    if let Some([k, v]) = &call.extra.prefix
-        && !call.work.segments.paged
-    {
-        let (Some(k), Some(v)) = (tile(k), tile(v)) else { return Ok(None) };
+    if let Some([k, v]) = &call.extra.prefix {
+        let of = |tensor| if call.work.segments.paged { pages(tensor) } else { packed(tensor) };
+        let (Some(k), Some(v)) = (of(k), of(v)) else { return Ok(None) };
         (maps.key_prefix, maps.value_prefix) = (k.map(context)?, v.map(context)?);
     }
-    Ok(Some(maps))
+    Ok(Some((maps, slots)))
 }
 
 /// Lanes of a box.

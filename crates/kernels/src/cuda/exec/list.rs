@@ -233,7 +233,9 @@ impl OnDevice {
     fn make(&mut self, work: &WorkList, stream: &Stream) -> Result<()> {
         let device = stream.device();
         self.choose(work, Context::of(device)?, device)?;
-        self.tickets.reserve(device, if work.fixed { Layout::most_tickets(work) } else { work.tickets })?;
+        let turns = self.many.as_ref().is_some_and(|many| heads::takes_turns(&many.key));
+        let tickets = if work.fixed { Layout::most_tickets(work) } else { work.tickets };
+        self.tickets.reserve(device, tickets.max(turns.into()))?;
         if !work.fixed {
             self.tickets.release();
         }
@@ -245,7 +247,7 @@ impl OnDevice {
         let (mods, bytes) = (&self.mods, words_at + self.mods.bytes());
         if work.fixed {
             // A captured run knows this address: it must do for every list to come.
-            let lists = Layout::bound(work, cut_tokens(&work.geometry, work.stored));
+            let lists = Layout::bound(work, cut_tokens(work));
             self.image.reserve(lists + bytes - Layout::of(work, 0, 0)?.bytes())?;
         }
         self.image.set_with(stream, bytes, |to| {
@@ -405,20 +407,23 @@ pub(crate) fn attend(
         attend.tickets = on.tickets.of(attend.partials);
     }
     let mut params = AttendBoxes { attend, ..AttendBoxes::default() };
-    let any = |takes: fn(&Key) -> bool| {
-        [&on.few, &on.many].into_iter().flatten().find(|ready| takes(&ready.key)).map(|ready| &ready.key)
-    };
-    let maps = if let Some(key) = any(heads::takes_maps) {
-        heads::maps(key, call, Context::of(stream.device())?)?
-    } else if any(latents::takes_a_map).is_some() {
+    let any =
+        |takes: fn(&Key) -> bool| [&on.few, &on.many].into_iter().flatten().any(|ready| takes(&ready.key));
+    let maps = if any(heads::takes_maps) {
+        heads::maps(call, Context::of(stream.device())?)?
+    } else if any(latents::takes_a_map) {
         let keys = latents::map(&call.k, Context::of(stream.device())?)?;
-        keys.map(|keys| Maps { keys, ..Maps::default() })
+        keys.map(|keys| (Maps { keys, ..Maps::default() }, 0))
     } else {
         None
     };
-    if let Some(maps) = maps {
-        params.maps = maps;
+    if let Some((maps, slots)) = maps {
+        (params.maps, params.slots) = (maps, slots);
         params.attend.flags |= MAPPED;
+    }
+    if on.many.as_ref().is_some_and(|many| heads::takes_turns(&many.key)) {
+        // Without states a workspace may be smaller than what addresses are rounded to: its own is what tells it from others.
+        params.turns = on.tickets.of(workspace.as_mut_ptr() as u64);
     }
     let (mut next, alone) = (false, on.empties && (attend.tickets != 0 || !tasks));
     if let Some(few) = &on.few {

@@ -146,7 +146,11 @@ pub(crate) struct AttendMapped {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 pub(crate) struct AttendBoxes {
     pub(crate) attend: Attend,
-    pub(crate) reserved: [u64; 5],
+    /// A zero, which it leaves as one, by which blocks take turns; 0 where they take items in a fixed order.
+    pub(crate) turns: u64,
+    /// Slots of a page in a box; 0 where no box has pages.
+    pub(crate) slots: u32,
+    pub(crate) reserved: [u32; 7],
     pub(crate) maps: Maps,
 }
 
@@ -154,15 +158,15 @@ pub(crate) struct AttendBoxes {
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 pub(crate) struct Maps {
-    /// Of fresh keys [U, G, D].
+    /// Of fresh keys [U, G, D], or of pages [P, S, G, D].
     pub(crate) keys: TensorMap,
-    /// [U, G, Dv].
+    /// The same, Dv wide.
     pub(crate) values: TensorMap,
     /// [T, H, D].
     pub(crate) queries: TensorMap,
-    /// Of packed prefixes [U, G, D], where there are some.
+    /// Of prefixes, where there are some: packed [U, G, D], or pages [P, S, G, D].
     pub(crate) key_prefix: TensorMap,
-    /// [U, G, Dv].
+    /// The same, Dv wide.
     pub(crate) value_prefix: TensorMap,
 }
 

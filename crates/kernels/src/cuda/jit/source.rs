@@ -89,7 +89,7 @@ impl Unit {
     pub const DECODE: Unit = unit!("decode.cu");
     /// Many query vectors over pages, segments or blocks.
     pub const TILE: Unit = unit!("tile.cu");
-    /// The same on a Hopper, over segments.
+    /// The same on a Hopper, over pages or segments.
     pub const TILE_WIDE: Unit = unit!("tile_wide.cu");
     /// Over latents.
     pub const LATENT: Unit = unit!("latent.cu");

@@ -185,4 +185,17 @@ fn heads_agree_with_the_cpu_and_nan_where_nobody_looks_stays_out() {
     let full = Variant { sm_scale: -0.2, ..Variant::full(35) };
     let case = Case { group: 1, widths: (35, 50), page: 1, rows, variant: full, masked: true };
     check::<bf16>(&stream, &case, 2e-2);
+    // Pages of which boxes have some slots, on a Hopper: windows, masks, a scale that turns scores around, groups that fill no tile.
+    let windowed = Variant { window_left: Some(90), sinks: true, ..Variant::causal(128) };
+    let case = Case { group: 4, widths: (128, 128), page: 16, rows, variant: windowed, masked: false };
+    check::<bf16>(&stream, &case, 2e-2);
+    let turned = Variant { sm_scale: -0.1, ..Variant::full(64) };
+    let case = Case { group: 1, widths: (64, 64), page: 64, rows, variant: turned, masked: true };
+    check::<f16>(&stream, &case, 3e-3);
+    let case =
+        Case { group: 3, widths: (120, 104), page: 48, rows, variant: Variant::causal(120), masked: true };
+    check::<bf16>(&stream, &case, 2e-2);
+    let case =
+        Case { group: 2, widths: (200, 256), page: 32, rows, variant: Variant::full(200), masked: false };
+    check::<bf16>(&stream, &case, 2e-2);
 }
