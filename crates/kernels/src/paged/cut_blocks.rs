@@ -2,7 +2,7 @@
 //!
 //! An item is one row, one key head, one leaf, and at most a tile of query vectors; a row of one leaf is written by its item,
 //! the others by a merge for each key head. Rows that see nothing have no item at all: a merge without parts writes their 0
-//! and `-inf`. Leaves and families are the row's own, as for threads.
+//! and `-inf`. Leaves and families are the row's own; but for long leaves ([`Stored::leaf_keys`]) they are those that threads have.
 //!
 //! Items of the decode kernel take an aligned run of leaves, as long as leaves are many: their nodes of the tree are joined in
 //! the block, and changes no bit. So do those of the Hopper's kernel over latents of few heads. Such items have a [`Task`] each.

@@ -11,6 +11,13 @@ use super::{Geometry, Target};
 /// Keys a leaf of the decode family.
 pub const DECODE_LEAF: u32 = 512;
 
+/// Query vectors a key head beyond which a row's leaves on a device are longer: an end of a leaf costs a block twice as much, which has no
+/// registers for nodes that wait. Such a row has about four leaves, until they are [`DECODE_LONGEST_LEAF`] long.
+pub(crate) const DECODE_FEW_LANES: usize = 8;
+
+/// Most keys of such a leaf.
+pub(crate) const DECODE_LONGEST_LEAF: u32 = 2048;
+
 /// Keys a leaf of the tile family, for rows of at most [`APPEND_QUERIES`] query tokens.
 pub const APPEND_LEAF: u32 = 4096;
 
@@ -145,6 +152,13 @@ impl Stored {
                 let whole = kv_len.clamp(1, LATENT_LONGEST_LEAF * 4).next_power_of_two();
                 (whole / 4).max((whole / 2).min(LATENT_LONGEST_LEAF / 2)).max(LATENT_LEAF)
             }
+            Family::Decode
+                if target == Target::Blocks
+                    && in_halves(geometry)
+                    && (DECODE_FEW_LANES + 1..=DECODE_LANES).contains(&(q_len * geometry.group())) =>
+            {
+                (kv_len.clamp(1, 4 * DECODE_LONGEST_LEAF).next_power_of_two() / 4).max(DECODE_LEAF)
+            }
             family => family.leaf_keys(q_len),
         }
     }
@@ -199,5 +213,34 @@ impl Family {
             Family::Tile | Family::LatentTile if q_len <= APPEND_QUERIES => APPEND_LEAF,
             Family::Tile | Family::LatentTile => ONE_LEAF,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rows_leaves_follow_from_its_own_query_vectors_and_keys() {
+        let geometry = |group: usize| Geometry {
+            num_qo_heads: 2 * group,
+            num_kv_heads: 2,
+            head_dim_qk: 128,
+            head_dim_vo: 128,
+            page_size: 16,
+            q_dtype: DType::Bf16,
+            kv_dtype: DType::Bf16,
+        };
+        let leaf = |group, target, q_len, kv_len| {
+            Stored::Heads.leaf_keys(&geometry(group), target, Kernels::Auto, q_len, kv_len)
+        };
+        let blocks = |group, q_len, kv_len| leaf(group, Target::Blocks, q_len, kv_len);
+        let lengths = [0, 1, 2048, 2049, 4096, 4097, 8192, 131_072];
+        assert_eq!(lengths.map(|keys| blocks(16, 1, keys)), [512, 512, 512, 1024, 1024, 2048, 2048, 2048]);
+        assert_eq!(blocks(4, 3, 8192), 2048, "three tokens are twelve query vectors");
+        for (group, q_len) in [(8, 1), (4, 2), (17, 1), (32, 1)] {
+            assert_eq!(blocks(group, q_len, 131_072), DECODE_LEAF, "{group} {q_len}");
+        }
+        assert_eq!(leaf(16, Target::Threads, 1, 131_072), DECODE_LEAF);
     }
 }

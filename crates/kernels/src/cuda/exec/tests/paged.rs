@@ -275,7 +275,9 @@ fn how_many_leaves_an_item_has_changes_no_bit() {
     let stream = owned.stream();
     let options = PlanOptions { device: DEVICE, ..PlanOptions::default() };
     let batch = Batch { rows: vec![(1, 9000, 3)] };
-    for (group, window) in [(1, None), (4, Some(8700)), (7, None), (16, Some(4000)), (20, None)] {
+    for (group, window) in
+        [(1, None), (4, Some(8700)), (7, None), (12, None), (16, None), (16, Some(4000)), (20, None)]
+    {
         let (geometry, variant) = (geometry(group), Variant { window_left: window, ..Variant::causal(D) });
         let bits = [0, 1, 2, 3, 4, 5].map(|level| {
             let mut plan = crate::paged::forced::with_level(level, || {
