@@ -1,7 +1,7 @@
 // The warpgroups that make tiles of bf16 out of latents in e4m3, which is exact, and lay them into a ring beside their scales; and what
 // groups of such a block tell each other.
 //
-//   producers  widen tiles, and lay the block's queries out
+//   producers  copy latents as they are, some rows ahead, widen them into tiles, and lay the block's queries out
 //   scores     a group that makes weights of a tile; these take the room of its rotary lanes, which nobody needs any more
 //   values     groups that add them up
 //
@@ -10,14 +10,13 @@
 // a row's weights is summed as well, and the result is divided by what was in fact added up: a row that one key decides would have that
 // key's scale rounded in every lane alike.
 //
-// Defines: those of latent_unit.cuh but STAGES; DEPTH, 512 or 576: lanes of a latent, padded to a multiple of 64. Before it: ROWS,
-// PRODUCERS, threads that widen, the block's last. Queries are bf16.
+// Defines: those of latent_unit.cuh; DEPTH, 512 or 576: lanes of a latent, padded to a multiple of 64. Before it: ROWS, KEYS, STAGES;
+// PRODUCERS, threads that widen, the block's last; AHEAD, batches of rows that are on their way. Queries are bf16.
 #pragma once
 
 #include "codes.cuh"
 
 typedef Bf16 Element;
-constexpr u32 STAGES = 2;
 #include "latent_unit.cuh"
 
 constexpr u32 WIDTH = 512, SCALES = WIDTH / LATENT_GROUP;
@@ -29,12 +28,21 @@ static_assert(DEPTH == 512 || DEPTH == 576, "see above");
 struct alignas(8) Scale {
     float of, inverse;  // the latter 0 where it, or a rounding times it, might be none
 };
+// Eight threads have a row of a batch: of each 128 codes 16, and eight rotary lanes. A tile has so many batches.
+constexpr u32 BATCH = PRODUCERS / PIECE, TIMES = KEYS / BATCH, CHUNKS = WIDTH / 16 / PIECE;
+static_assert(CHUNKS == SCALES, "a chunk of a row has lanes of one scale");
+// What is on its way of a batch: what each thread is to widen, where no other thread looks, and the scales of each row.
+constexpr u32 SHARE_BYTES = PRODUCERS * 16, ROPE_SHARE = CHUNKS, RAW_SCALES_AT = (CHUNKS + 1) * SHARE_BYTES;
+constexpr u32 RAW_BYTES = RAW_SCALES_AT + BATCH * SCALES * 4;
+
 constexpr u32 RING_AT = COLUMNS * QUERY_BLOCK_BYTES;
 // Of each tile of the ring, SCALES rows of a scale a key, for values and for scores.
 constexpr u32 SCALES_AT = RING_AT + STAGES * TILE_BYTES, KEY_SCALES_AT = SCALES_AT + STAGES * SCALES * KEYS * sizeof(Scale);
-// Where the latents of so many tiles lie, of which the last are yet to be looked up.
-constexpr u32 PLACES = 4, PLACES_AT = KEY_SCALES_AT + STAGES * SCALES * KEYS * 4;
-constexpr u32 BOOK_AT = PLACES_AT + PLACES * KEYS * 8, AFTER_RING = BOOK_AT + 192;
+// Batches that are on their way; pages of two lots of batches, of which a warp asks for its own rows' of a lot at once.
+constexpr u32 LOT = 8;
+static_assert(AHEAD < LOT, "pages are there before what lies in them is asked for");
+constexpr u32 RAW_AT = KEY_SCALES_AT + STAGES * SCALES * KEYS * 4, PAGES_AT = RAW_AT + AHEAD * RAW_BYTES;
+constexpr u32 BOOK_AT = PAGES_AT + 2 * LOT * BATCH * 4, AFTER_RING = BOOK_AT + 192;
 static_assert(RING_AT % 1024 == 0, "tiles start where turns of their rows do");
 
 // Marks of the ring's tiles, of their weights, and that their room is free; of a unit and its queries, and the unit, two in turn; of
@@ -43,7 +51,7 @@ struct Told {
     Mark full[STAGES], weighed[STAGES], empty[STAGES], queries, queries_read, ended[2];
     Unit units[2];
 };
-static_assert(sizeof(Told) == 336, "as in exec/latents.rs");
+static_assert(sizeof(Told) == (3 * STAGES + 4) * 8 + 256, "as in exec/latents.rs");
 
 DEVICE Scale* scales_of(u8* shared, u32 slot, u32 group) {
     return reinterpret_cast<Scale*>(shared + SCALES_AT) + (slot * SCALES + group) * KEYS;
@@ -61,65 +69,75 @@ DEVICE Scale scale_with(u32 bits) {
 
 DEVICE U4 words_at(const u8* from) { return U4{word_at(from), word_at(from + 4), word_at(from + 8), word_at(from + 12)}; }
 
-// Eight threads have a row of a tile, and every so many rows one.
-constexpr u32 APART = PRODUCERS / PIECE, TIMES = KEYS / APART, CHUNKS = WIDTH / 16 / PIECE;
-// What a thread has of a row: each eighth 16 codes of it, eight rotary lanes, and of the first threads a scale.
-struct Share {
-    U4 codes[CHUNKS], rope;
-    u32 scale;
+// A thread's row of a batch, and which eighth of it. Of eight lanes that store together four have a row and four the next one, so that the
+// first halves of what they widen, even pieces turned by the row, meet in no bank.
+struct Mine {
+    u32 row, piece;
 };
-// Where a row's bytes lie, and whether somebody sees it: of others, which lie where something may be read, scales are 0, and what codes
-// stand for is finite.
-constexpr u64 UNSEEN = 1ull << 63;
-template <bool ALIGNED>
-struct Latent {
-    u64 place;
+DEVICE Mine mine_of(u32 thread) {
+    const u32 lane = thread % 32;
+    return Mine{thread / 32 * 4 + lane / 16 * 2 + lane / 4 % 2, lane / 8 % 2 * 4 + lane % 4};
+}
+// Joins what the eight threads of a row say.
+DEVICE u32 said_of_row(u32 bits) {
+    bits |= shfl_xor(bits, 1);
+    bits |= shfl_xor(bits, 2);
+    return bits | shfl_xor(bits, 8);
+}
 
-    bool seen() const { return !(place & UNSEEN); }
-    const u8* at(u32 offset) const { return reinterpret_cast<const u8*>(place & ~UNSEEN) + offset; }
-    U4 load(u32 offset) const {
-        const u8* from = at(offset + thread_x() % PIECE * 16);
-        return ALIGNED ? load16_once(from) : words_at(from);
-    }
-    U4 codes(u32 chunk) const { return load(chunk * PIECE * 16); }
-    U4 lanes(u32 E) const {
-        U4 words{0, 0, 0, 0};
-        if (thread_x() % PIECE * PIECE < E) words = load(WIDTH + 4 * SCALES);
-        return words;
-    }
-    u32 scale() const {
-        const u8* from = at(WIDTH + 4 * (thread_x() % SCALES));
-        const u32 word = ALIGNED ? float_bits(load_here(reinterpret_cast<const float*>(from))) : word_at(from);
-        return seen() ? word : 0;
-    }
-    // Asks for the lines that they are in.
-    void ask(u32 E) const {
-        const u32 piece = thread_x() % PIECE, line = piece < 5 ? piece * 128 : WIDTH + SCALES * 4 + 2 * E - 1;
-        if (seen() && piece < 6) prefetch_l2(at(line));
-    }
-};
-DEVICE u64* places_of(u8* shared, u32 tile) { return reinterpret_cast<u64*>(shared + PLACES_AT) + tile % PLACES * KEYS; }
-// A unit, and what its latents are looked up by; in shared memory, rather than in everybody's registers.
+// A unit, and what its latents are looked up by; in shared memory, until all who widen have read it.
 struct Book {
     const i32* pages;
     u64 latents;
     i64 page, slot;  // bytes
     u32 S, kv_offset;
     Unit unit;
-
-    // The page of a key, -1 where nobody sees it, and where it lies there.
-    i32 page_of(u32 key) const {
-        const u32 offset = key - kv_offset;
-        i32 of = -1;
-        if (key >= unit.lo && key < unit.to) of = pages[S == 1 ? offset : offset / S];
-        return of;
-    }
-    u64 place_in(i32 of, u32 key) const {
-        const u32 offset = key - kv_offset, in = S == 1 ? 0 : offset % S;
-        return of < 0 ? latents | UNSEEN : latents + u64(i64(of) * page + i64(in) * slot);
-    }
 };
 static_assert(sizeof(Book) <= 192, "its room");
+
+// The copies of a thread: of its row of each batch, from a unit's first tile on.
+template <bool ALIGNED>
+struct Copies {
+    u8* shared;
+    const i32* pages;
+    u64 latents, page;
+    u32 S, kv_offset, lo, to, first, thread, piece, row, E;
+
+    Copies(u8* shared, const Book& book, u32 thread, u32 E) : shared(shared), thread(thread), E(E) {
+        const Mine mine = mine_of(thread);
+        row = mine.row, piece = mine.piece;
+        pages = book.pages, latents = book.latents + piece * 16, page = u64(book.page);
+        S = book.S, kv_offset = book.kv_offset, lo = book.unit.lo, to = book.unit.to;
+        first = book.unit.tile() * KEYS;
+    }
+    bool seen(u32 key) const { return key >= lo && key < to; }
+    i32* page_at(u32 batch, u32 row) const { return reinterpret_cast<i32*>(shared + PAGES_AT) + batch % (2 * LOT) * BATCH + row; }
+    u8* raw(u32 stage) const { return shared + RAW_AT + stage * RAW_BYTES; }
+
+    // Asks for the pages of a lot of batches, the first of which is `batch`: of the four rows of this thread's warp.
+    void ask_pages(u32 batch) const {
+        const u32 of = batch + thread % 32 / 4, row_of = thread / 32 * 4 + thread % 4, key = first + of * BATCH + row_of;
+        if (!seen(key)) return;
+        const u32 offset = key - kv_offset;
+        cp_async_4(page_at(of, row_of), pages + (S == 1 ? offset : offset / S));
+    }
+    // Asks for a batch's bytes, whose page is there. A key that nobody sees has codes and scales of 0.
+    void ask(const Book& book, u32 batch, u32 stage) const {
+        const u32 key = first + batch * BATCH + row;
+        const bool there = seen(key);
+        u64 at = latents + page * (there ? u32(*page_at(batch, row)) : 0);
+        if (S != 1) at += u64(book.slot) * (there ? (key - kv_offset) % S : 0);
+        u8* to = raw(stage) + thread * 16;
+        UNROLL
+        for (u32 j = 0; j < CHUNKS; j++) copy(to + j * SHARE_BYTES, at + j * PIECE * 16, there);
+        if (ROPE_STEPS > 0) copy(to + ROPE_SHARE * SHARE_BYTES, at + WIDTH + 4 * SCALES, there && piece * PIECE < E);
+        if (piece == 0) copy(raw(stage) + RAW_SCALES_AT + row * SCALES * 4, at + WIDTH, there);
+    }
+    static void copy(u8* to, u64 from, bool there) {
+        if (ALIGNED) cp_async_16(to, reinterpret_cast<const void*>(from), there);
+        else store16(to, there ? words_at(reinterpret_cast<const u8*>(from)) : U4{0, 0, 0, 0});
+    }
+};
 
 // Not zero where some of sixteen codes is NaN.
 DEVICE u32 nans_in(const U4& codes) {
@@ -127,38 +145,90 @@ DEVICE u32 nans_in(const U4& codes) {
             ((codes.w & 0x7f7f7f7fu) + 0x01010101u)) &
            0x80808080u;
 }
-// Lays a share into row `row` of a tile, and its scales beside; those of scores are NaN where a code is, so that a score is, and all that
-// its weight weighs. What has been laid gives its registers to what `next` has in its place.
-template <bool ALIGNED>
-DEVICE void lay(u8* tile, Scale* scales, float* key_scales, u32 row, u32 E, Share& share, const Latent<ALIGNED>& next) {
-    const u32 piece = thread_x() % PIECE, turned = piece / 4;
-    u8* to = tile + row * LANES * 2;
+// Four codes as bf16, exactly, but for NaN: their digits lie over two bytes, of which one has the sign, and count 2^-120 of them there.
+DEVICE void widen(u32 codes, u32& first, u32& second) {
+    const u32 upper = (codes >> 4 & 0x07070707u) | (codes & 0x80808080u), lower = codes << 4 & 0xf0f0f0f0u;
+    first = multiply_bf16(permuted(lower, upper, 0x5140), 0x7b807b80u), second = multiply_bf16(permuted(lower, upper, 0x7362), 0x7b807b80u);
+}
+// Where a thread lays what it has of a tile's first batch: its chunks are two pieces of blocks of 64 lanes, of every second block one; and
+// its row's scales.
+struct Laying {
+    u8 *first, *second, *rope;
+    Scale* scale;
+    float* key_scale;
+
+    Laying(u8* shared, u32 slot, const Mine& mine) {
+        u8* row = shared + RING_AT + slot * TILE_BYTES + mine.row * LANES * 2;
+        const u32 first_piece = mine.piece % 4 * 2 ^ mine.row % 8;
+        first = row + mine.piece / 4 * BLOCK_BYTES + first_piece * 16, second = row + mine.piece / 4 * BLOCK_BYTES + (first_piece ^ 1) * 16;
+        rope = row + ROPE_AT + (mine.piece ^ mine.row % 8) * 16;
+        scale = scales_of(shared, slot, mine.piece % SCALES) + mine.row;
+        key_scale = key_scales_of(shared, slot, mine.piece % SCALES) + mine.row;
+    }
+};
+// Lays what a thread has of a tile's i-th batch, which has come, and the scales of its row beside; those of scores are NaN where a code is,
+// so that a score is, and all that its weight weighs.
+DEVICE void lay(const Laying& at, u32 i, const u8* raw, const Mine& mine, u32 thread) {
+    U4 chunks[CHUNKS];
+    UNROLL
+    for (u32 j = 0; j < CHUNKS; j++) chunks[j] = load16(raw + j * SHARE_BYTES + thread * 16);
+    const u32 scale = reinterpret_cast<const u32*>(raw + RAW_SCALES_AT)[mine.row * SCALES + mine.piece % SCALES];
+    // A bit a chunk; seldom is there any.
     u32 nans = 0;
     UNROLL
+    for (u32 j = 0; j < CHUNKS; j++) nans |= nans_in(chunks[j]);
+    if (ballot(nans != 0) != 0) {
+        nans = 0;
+        UNROLL
+        for (u32 j = 0; j < CHUNKS; j++) nans |= nans_in(chunks[j]) ? 1u << j : 0;
+        nans = said_of_row(nans);
+    }
+    if (ROPE_STEPS > 0) store16(at.rope + i * BATCH * LANES * 2, load16(raw + ROPE_SHARE * SHARE_BYTES + thread * 16));
+    UNROLL
     for (u32 j = 0; j < CHUNKS; j++) {
-        // 16 codes are two pieces, of which half of the threads write the second one first: none meets another in a bank.
-        const u32 chunk = j * PIECE + piece, at = chunk % 4 * 2;
-        const U4 codes = share.codes[j];
-        share.codes[j] = next.codes(j);
-        const u32 words[4] = {turned ? codes.z : codes.x, turned ? codes.w : codes.y, turned ? codes.x : codes.z, turned ? codes.y : codes.w};
+        const u32 words[4] = {chunks[j].x, chunks[j].y, chunks[j].z, chunks[j].w};
         u32 pairs[8];
         UNROLL
-        for (u32 i = 0; i < 8; i++) pairs[i] = widened(permuted(words[i / 2], i % 2 ? 0x3424 : 0x1404));
-        // A chunk has lanes of one scale: of the row's eight threads, one writes what all have seen.
-        const u32 said = ballot(nans_in(codes) != 0) >> lane() / PIECE * PIECE & 0xff;
-        if (piece == j) nans = said;
-        u8* block = to + chunk / 4 * BLOCK_BYTES;
-        store16(block + ((at + turned) ^ (row % 8)) * 16, U4{pairs[0], pairs[1], pairs[2], pairs[3]});
-        store16(block + ((at + 1 - turned) ^ (row % 8)) * 16, U4{pairs[4], pairs[5], pairs[6], pairs[7]});
+        for (u32 k = 0; k < 4; k++) widen(words[k], pairs[2 * k], pairs[2 * k + 1]);
+        const u32 offset = i * BATCH * LANES * 2 + j * (PIECE / 4) * BLOCK_BYTES;
+        store16(at.first + offset, U4{pairs[0], pairs[1], pairs[2], pairs[3]});
+        store16(at.second + offset, U4{pairs[4], pairs[5], pairs[6], pairs[7]});
     }
-    static_assert(PIECE * 16 == LATENT_GROUP && CHUNKS == SCALES, "a chunk's scale");
-    if (ROPE_STEPS > 0) store16(to + WIDTH / LANES * BLOCK_BYTES + (piece ^ (row % 8)) * 16, share.rope);
-    share.rope = next.lanes(E);
-    if (piece < SCALES) {
-        scales[piece * KEYS + row] = scale_with(share.scale);
-        key_scales[piece * KEYS + row] = bits_float(nans ? 0x7fc00000u : share.scale);
+    const Scale with = scale_with(scale);
+    if (mine.piece < SCALES) {
+        at.scale[i * BATCH] = with;
+        at.key_scale[i * BATCH] = bits_float(nans >> mine.piece & 1 ? 0x7fc00000u : scale);
     }
-    share.scale = next.scale();
+}
+
+// Lays a unit's queries out, a row of blocks by eight threads.
+DEVICE void lay_queries(const Attend& p, u8* shared, const Unit& unit, u32 thread, bool aligned) {
+    const Queries queries = queries_of<LATENTS>(p, unit.row, unit.q_begin, 0, sizeof(Element));
+    const u32 piece = thread % PIECE, D = p.D;
+    NO_UNROLL
+    for (u32 row = thread / PIECE; row < ROWS; row += BATCH) {
+        const u32 lane = unit.first + row;
+        const Element *nope = nullptr, *pe = nullptr;
+        if (lane < unit.output.lanes) {
+            const i64 token = lane / p.H, head = lane % p.H;
+            nope = reinterpret_cast<const Element*>(queries.at) + token * queries.token + head * queries.head;
+            pe = reinterpret_cast<const Element*>(queries.pe_at) + token * queries.pe_token + head * queries.pe_head;
+        }
+        u8* to = shared + row * LANES * 2 + (piece ^ row % 8) * 16;
+        if (aligned) {
+            // What may be named where nothing is read.
+            const void* nothing = reinterpret_cast<const void*>(p.q.at);
+            UNROLL
+            for (u32 block = 0; block < WIDTH / LANES; block++)
+                cp_async_16(to + block * QUERY_BLOCK_BYTES, nope ? nope + block * LANES + piece * PIECE : nothing, nope);
+            const bool there = nope && WIDTH + piece * PIECE < D;
+            if (ROPE_STEPS > 0) cp_async_16(to + WIDTH / LANES * QUERY_BLOCK_BYTES, there ? pe + piece * PIECE : nothing, there);
+        } else {
+            NO_UNROLL
+            for (u32 block = 0; block < COLUMNS; block++)
+                put(to + block * QUERY_BLOCK_BYTES, nope, pe, block * LANES + piece * PIECE, WIDTH, D, false);
+        }
+    }
 }
 
 // The barrier of those who widen.
@@ -166,99 +236,63 @@ constexpr u32 WIDENERS = 2;
 
 template <bool ALIGNED>
 DEVICE void produce(const Attend& p, u8* shared, Told& told) {
-    constexpr bool aligned = ALIGNED;
-    const u32 thread = thread_x() % PRODUCERS, D = p.D, E = D - WIDTH;
-    const u32 row = thread / PIECE, piece = thread % PIECE;
+    const u32 thread = thread_x() % PRODUCERS;
     Turn turn{0, 0};
     u32 count = 0;
-    auto fetch_queries = [&](const Unit& unit) {
-        const Queries queries = queries_of<LATENTS>(p, unit.row, unit.q_begin, 0, sizeof(Element));
-        NO_UNROLL
-        for (u32 i = 0; i < (ROWS + APART - 1) / APART; i++) {
-            const u32 row_of = row + i * APART, lane = unit.first + row_of;
-            if (ROWS < APART && row_of >= ROWS) break;
-            const Element *nope = nullptr, *pe = nullptr;
-            if (lane < unit.output.lanes) {
-                const i64 token = lane / p.H, head = lane % p.H;
-                nope = reinterpret_cast<const Element*>(queries.at) + token * queries.token + head * queries.head;
-                pe = reinterpret_cast<const Element*>(queries.pe_at) + token * queries.pe_token + head * queries.pe_head;
-            }
-            u8* to = shared + row_of * LANES * 2 + (piece ^ (row_of % 8)) * 16;
-            NO_UNROLL
-            for (u32 block = 0; block < COLUMNS; block++) {
-                // What may be named where nothing is read.
-                if (aligned && !nope) cp_async_16(to + block * QUERY_BLOCK_BYTES, reinterpret_cast<const void*>(p.q.at), false);
-                else put(to + block * QUERY_BLOCK_BYTES, nope, pe, block * LANES + piece * PIECE, WIDTH, D, aligned);
-            }
-        }
-    };
     walk(p, [&](const Unit& found) {
         Book& book = *reinterpret_cast<Book*>(shared + BOOK_AT);
-        // Of a unit of few keys some may still read what the last one's book says.
+        // Some may still read what the last one's book says.
         named_sync(WIDENERS, PRODUCERS);
         if (thread == 0) {
             const Keys keys = keys_of<LATENTS>(p, found.row_index, found.row, 0, 1);
             book = Book{keys.pages, keys.k, keys.k_page, keys.k_slot, keys.S, keys.kv_offset, found};
         }
         named_sync(WIDENERS, PRODUCERS);
-        const Unit& unit = book.unit;
-        const u32 begin = unit.tile(), end = unit.tiles();
-        // A thread knows the page of one key of a tile, two tiles ahead of the one in hand, and asks for another's.
-        const u32 mine = begin * KEYS + thread;
-        i32 page = -1;
-        if (thread < KEYS) {
-            const i32 pages[2] = {book.page_of(mine), book.page_of(mine + KEYS)};
-            page = book.page_of(mine + 2 * KEYS);
-            places_of(shared, begin)[thread] = book.place_in(pages[0], mine);
-            places_of(shared, begin + 1)[thread] = book.place_in(pages[1], mine + KEYS);
-        }
-        named_sync(WIDENERS, PRODUCERS);
-        auto latent = [&](u32 tile, u32 of) { return Latent<ALIGNED>{places_of(shared, tile)[of]}; };
-        Share share{};
-        if (begin < end) {
-            UNROLL
-            for (u32 i = 1; i < TIMES; i++) latent(begin, row + i * APART).ask(E);
-            const Latent<ALIGNED> first = latent(begin, row);
-            UNROLL
-            for (u32 j = 0; j < CHUNKS; j++) share.codes[j] = first.codes(j);
-            share.rope = first.lanes(E), share.scale = first.scale();
-        }
-        // The first tile goes ahead: the queries' place is free later than a tile's.
-        u32 tile = begin;
+        const u32 tiles = book.unit.tiles() - book.unit.tile();
+        const Copies<ALIGNED> copies(shared, book, thread, p.D - WIDTH);
+        const Mine mine = mine_of(thread);
+        copies.ask_pages(0);
+        cp_async_commit();
+        cp_async_wait<0>();
+        warp_sync();
+        u32 batch = 0, stage = 0;
         NO_UNROLL
-        do {
-            if (tile < end) {
-                u8* to = shared + RING_AT + turn.slot * TILE_BYTES;
-                Scale* scales = scales_of(shared, turn.slot, 0);
-                float* key_scales = key_scales_of(shared, turn.slot, 0);
-                mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
-                NO_UNROLL
-                for (u32 i = 0; i < TIMES; i++) {
-                    // Bytes are asked for a tile before they are needed, and loaded a row before.
-                    latent(tile + 1, row + i * APART).ask(E);
-                    const bool last = i + 1 == TIMES;
-                    lay(to, scales, key_scales, row + i * APART, E, share, latent(tile + last, row + (last ? 0 : i + 1) * APART));
-                }
-                if (thread < KEYS) {
-                    const u32 key = (tile + 2) * KEYS + thread;
-                    places_of(shared, tile + 2)[thread] = book.place_in(page, key);
-                    page = book.page_of(key + KEYS);
-                }
-                named_sync(WIDENERS, PRODUCERS);
-                async_fence();
-                mark_arrive(&told.full[turn.slot]);
-                turn.next();
-            }
-            if (tile == begin) {
-                tell(told, unit, count, thread);
-                if (begin < end) fetch_queries(unit);
-                announce(&told.queries, aligned);
+        for (; batch < AHEAD; batch++) {
+            copies.ask(book, batch, batch);
+            cp_async_commit();
+        }
+        // A block's first queries are asked for at once; later ones' place is free later than a tile's, of which one goes ahead.
+        const u32 before = count > 0 && tiles > 0 ? 1 : 0;
+        NO_UNROLL
+        for (u32 tile = 0;; tile++) {
+            if (tile == before) {
+                tell(told, book.unit, count, thread);
+                if (tiles > 0) lay_queries(p, shared, book.unit, thread, ALIGNED);
+                announce(&told.queries, ALIGNED);
                 count += 1;
             }
-            tile += 1;
-        } while (tile < end);
+            if (tile >= tiles) break;
+            const Laying at(shared, turn.slot, mine);
+            mark_wait(&told.empty[turn.slot], turn.parity ^ 1);
+            UNROLL
+            for (u32 i = 0; i < TIMES; i++) {
+                // What was asked for so many batches ago has come: this one's bytes, and pages of those asked for next.
+                cp_async_wait<AHEAD - 1>();
+                warp_sync();
+                lay(at, i, copies.raw(stage), mine, thread);
+                warp_sync();
+                copies.ask(book, batch, stage);
+                if ((batch - AHEAD) % LOT == 0) copies.ask_pages(batch - AHEAD + LOT);
+                cp_async_commit();
+                batch += 1, stage = stage + 1 == AHEAD ? 0 : stage + 1;
+            }
+            // Those who read a tile fence.
+            mark_arrive(&told.full[turn.slot]);
+            turn.next();
+        }
+        cp_async_wait<0>();
     });
-    tell_end(told, count, thread, aligned);
+    tell_end(told, count, thread, ALIGNED);
 }
 DEVICE void produce(const Attend& p, u8* shared, Told& told) {
     if (p.flags & ALIGNED) produce<true>(p, shared, told);

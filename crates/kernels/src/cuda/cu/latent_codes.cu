@@ -4,13 +4,13 @@
 // Defines: DEPTH; PIECES of the largest item, a multiple of those that one token's heads make.
 #include "hopper.cuh"
 
-constexpr u32 ROWS = 64, PRODUCERS = 128;
+constexpr u32 ROWS = 64, KEYS = 32, STAGES = 3, PRODUCERS = 128, AHEAD = 3;
 #include "codes_ring.cuh"
 #include "latent_softmax.cuh"
 
 constexpr u32 THREADS = 4 * GROUP;
 // Registers of a thread, of which a block has 128 each when it begins: groups that ask for more in all wait for ever.
-constexpr u32 PRODUCER = 80, SCORER = 96, ADDER = 168;
+constexpr u32 PRODUCER = 96, SCORER = 80, ADDER = 168;
 static_assert(PRODUCER + SCORER + 2 * ADDER <= 4 * 128, "see above");
 
 // Of each tile of the ring, what former sums of a row shrink by; of two units in turn, what a row's sums are multiplied by, and its sum
@@ -29,6 +29,11 @@ constexpr u32 SCORERS = 1;
 // A descriptor of whose lower word the compiler knows nothing.
 DEVICE u64 again(u64 desc) { return (desc & ~0xffffffffull) | opaque(u32(desc)); }
 
+constexpr u32 ROPE_QUERIES_AT = WIDTH / LANES * QUERY_BLOCK_BYTES;
+// Weights of a tile: a row of a query vector, whose pieces of 8 keys are turned by every second row, so that eight rows meet in no bank.
+DEVICE u32 weight_at(u32 row, u32 piece) { return row * KEYS * 2 + (piece ^ row / 2 % 4) * 16; }
+static_assert(KEYS == 32 && ROWS * KEYS * 2 <= BLOCK_BYTES, "weights go where rotary lanes were");
+
 // Asks for the scores of STEPS times 16 lanes.
 template <u32 STEPS>
 DEVICE void multiply(float (&sums)[KEYS / 2], u64 queries, u64 keys) {
@@ -36,10 +41,17 @@ DEVICE void multiply(float (&sums)[KEYS / 2], u64 queries, u64 keys) {
     queries = again(queries), keys = again(keys);
     UNROLL
     for (u32 step = 0; step < STEPS; step++) {
-        const u32 bytes = step / 4 * BLOCK_BYTES + step % 4 * 32;
-        wgmma_ss<Element, KEYS, false, false>(sums, after(queries, bytes), after(keys, bytes), step != 0);
+        const u32 block = step / 4, bytes = step % 4 * 32;
+        wgmma_ss<Element, KEYS, false, false>(sums, after(queries, block * QUERY_BLOCK_BYTES + bytes),
+                                              after(keys, block * BLOCK_BYTES + bytes), step != 0);
     }
     wgmma_commit();
+}
+
+// The same, of the lanes under a scale.
+DEVICE void multiply_group(float (&sums)[KEYS / 2], u64 queries, u64 keys, u32 group) {
+    const u32 block = group * (LATENT_GROUP / LANES);
+    multiply<LATENT_GROUP / 16>(sums, after(queries, block * QUERY_BLOCK_BYTES), after(keys, block * BLOCK_BYTES));
 }
 
 // Half of a thread's columns: those of two groups of 128 lanes; and what rounding adds to the sums of its rows' weights, a group each.
@@ -83,33 +95,70 @@ DEVICE void scaled_weights(u32 (&words)[4], float (&rounded)[2], const u32 (&wei
     }
 }
 
-// Writes half of a block's results, or of its unfinished state.
+// Of four lanes, each lane's i-th word becomes the i-th lane's.
+DEVICE void turn_four(u32 (&words)[4]) {
+    UNROLL
+    for (u32 by = 1; by < 4; by *= 2) {
+        const bool upper = lane() & by;
+        UNROLL
+        for (u32 i = 0; i < 4; i++) {
+            if (i & by) continue;
+            const u32 other = shfl_xor(upper ? words[i] : words[i | by], by);
+            (upper ? words[i] : words[i | by]) = other;
+        }
+    }
+}
+// Writes half of a block's results, or of its unfinished state. The four lanes that have a row gather 16 bytes each: a store of what a lane
+// has would touch eight lines for four bytes of each.
 DEVICE void store(const Attend& p, const Unit& unit, const Sums& sums, u32 half, const float (&factors)[2][2]) {
+    const bool direct = unit.output.direct();
+    const u32 t = lane() % 4;
     UNROLL
     for (u32 r = 0; r < 2; r++) {
         const u32 lane_of = unit.first + my_row() + 8 * r;
-        if (lane_of >= unit.output.lanes) continue;
-        const u32 first_column = half * (WIDTH / 2) + lane() % 4 * 2;
-        const bool direct = unit.output.direct();
+        const bool there = lane_of < unit.output.lanes;
         // Where it goes is found out once: not again behind each store, which might have changed it.
-        u64 at = direct ? reinterpret_cast<u64>(output_row<Element>(p, unit.output, lane_of) + first_column)
-                        : reinterpret_cast<u64>(unit.output.acc(lane_of) + first_column);
+        u64 at = 0;
+        if (there) {
+            at = direct ? reinterpret_cast<u64>(output_row<Element>(p, unit.output, lane_of) + half * (WIDTH / 2))
+                        : reinterpret_cast<u64>(unit.output.acc(lane_of) + half * (WIDTH / 2));
+        }
         pin(at);
         UNROLL
         for (u32 part = 0; part < 2; part++)
             UNROLL
-            for (u32 j = 0; j < LATENT_GROUP / 8; j++) {
+            for (u32 j = 0; j < LATENT_GROUP / 8; j += 4) {
+                float of[4][2];
+                UNROLL
+                for (u32 i = 0; i < 8; i++) of[i / 2][i % 2] = sums.of[part][4 * (j + i / 2) + 2 * r + i % 2] * factors[part][r];
                 const u32 column = part * LATENT_GROUP + 8 * j;
-                const float a = sums.of[part][4 * j + 2 * r] * factors[part][r], b = sums.of[part][4 * j + 2 * r + 1] * factors[part][r];
-                if (!direct) {
-                    *reinterpret_cast<Two*>(reinterpret_cast<float*>(at) + column) = Two{a, b};
-                    continue;
+                if (direct) {
+                    // -0 becomes 0: whether a hidden key was skipped or weighed 0 must not show.
+                    u32 words[4];
+                    UNROLL
+                    for (u32 i = 0; i < 4; i++) words[i] = pack<Element>(of[i][0] + 0.0f, of[i][1] + 0.0f);
+                    turn_four(words);
+                    Element* to = reinterpret_cast<Element*>(at) + column + 8 * t;
+                    if (!there) continue;
+                    if (at % 16 == 0) {
+                        store16(to, U4{words[0], words[1], words[2], words[3]});
+                    } else {
+                        UNROLL
+                        for (u32 i = 0; i < 8; i++) to[i].bits = u16(words[i / 2] >> i % 2 * 16);
+                    }
+                } else {
+                    const bool odd = t % 2;
+                    UNROLL
+                    for (u32 i = 0; i < 4; i += 2) {
+                        // An even lane has the next one's of the first eight columns, which has its of the others.
+                        float other[2];
+                        UNROLL
+                        for (u32 e = 0; e < 2; e++) other[e] = shfl_xor(odd ? of[i][e] : of[i + 1][e], 1);
+                        const U4 four{float_bits(odd ? other[0] : of[i][0]), float_bits(odd ? other[1] : of[i][1]),
+                                      float_bits(odd ? of[i + 1][0] : other[0]), float_bits(odd ? of[i + 1][1] : other[1])};
+                        if (there) store16(reinterpret_cast<float*>(at) + column + 8 * (i + odd) + 2 * (t - odd), four);
+                    }
                 }
-                // -0 becomes 0: whether a hidden key was skipped or weighed 0 must not show.
-                const u32 word = pack<Element>(a + 0.0f, b + 0.0f);
-                Element* to = reinterpret_cast<Element*>(at) + column;
-                if (at % 4 == 0) *reinterpret_cast<u32*>(to) = word;
-                else to[0].bits = u16(word), to[1].bits = u16(word >> 16);
             }
     }
 }
@@ -146,8 +195,6 @@ DEVICE void weigh_with_slack(float (&scores)[KEYS / 2], float step, float (&top)
 DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
     u32 tiles = 0;
     each_told(told, [&](const Unit& unit, u32 count) {
-        // Queries were copied; of tiles the producer says so itself.
-        async_fence();
         float top[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
         const u32 begin = unit.tile(), end = unit.tiles();
         NO_UNROLL
@@ -159,21 +206,28 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
             u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
             const u64 queries = tile_desc(shared, 0, EIGHT_ROWS), keys = tile_desc(latents, 0, EIGHT_ROWS);
             mark_wait(&told.full[turn.slot], turn.parity);
-            // Products of the lanes under one scale, and of what has been scaled; the groups that add values have the tensor cores meanwhile.
-            float scores[KEYS / 2], part[KEYS / 2];
+            // Queries were copied, and tiles stored.
+            async_fence();
+            // Products of the lanes under one scale, two of them under way, and of what has been scaled.
+            float scores[KEYS / 2], parts[2][KEYS / 2];
             wgmma_fence();
             if (ROPE_STEPS > 0) {
-                multiply<(ROPE_STEPS > 0 ? ROPE_STEPS : 1)>(scores, after(queries, ROPE_AT), after(keys, ROPE_AT));
+                multiply<(ROPE_STEPS > 0 ? ROPE_STEPS : 1)>(scores, after(queries, ROPE_QUERIES_AT), after(keys, ROPE_AT));
             } else {
                 UNROLL
                 for (u32 i = 0; i < KEYS / 2; i++) scores[i] = 0.0f;
             }
+            multiply_group(parts[0], queries, keys, 0);
             UNROLL
             for (u32 group = 0; group < SCALES; group++) {
-                const u32 before = group * (LATENT_GROUP / LANES) * BLOCK_BYTES;
-                wgmma_fence();
-                multiply<LATENT_GROUP / 16>(part, after(queries, before), after(keys, before));
-                wgmma_wait<0>();
+                float(&part)[KEYS / 2] = parts[group % 2];
+                if (group + 1 < SCALES) {
+                    wgmma_fence();
+                    multiply_group(parts[(group + 1) % 2], queries, keys, group + 1);
+                    wgmma_wait<1>();
+                } else {
+                    wgmma_wait<0>();
+                }
                 if (group == 0) pin(scores);
                 pin(part);
                 const float* scales = key_scales_of(shared, turn.slot, group) + 2 * t;
@@ -205,13 +259,13 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
             // matrices; pieces are turned by the row.
             named_sync(SCORERS, GROUP);
             const u32 weight_row = thread % GROUP / 32 * 16 + thread % 16;
-            u8* weights = latents + ROPE_AT + weight_row * LANES * 2;
+            u8* weights = latents + ROPE_AT;
             UNROLL
             for (u32 k = 0; k < KEYS / 16; k++) {
                 u32 packed[4];
                 UNROLL
                 for (u32 i = 0; i < 4; i++) packed[i] = pack<F16>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
-                stmatrix_x4(weights + ((2 * k + thread % 32 / 16) ^ (weight_row % 8)) * 16, packed);
+                stmatrix_x4(weights + weight_at(weight_row, 2 * k + thread % 32 / 16), packed);
             }
             float* factors = factors_of(shared, turn.slot) + row;
             if (t == 0) factors[0] = alpha[0], factors[8] = alpha[1];
@@ -240,17 +294,18 @@ DEVICE void add_tiles(const Attend& p, u8* shared, Told& told, u32 half) {
             const Turn turn = turn_of(tiles);
             tiles++;
             u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
-            const u8* weights = latents + ROPE_AT + weight_row * LANES * 2;
+            const u8* weights = latents + ROPE_AT;
             const Scale* scales = scales_of(shared, turn.slot, 2 * half) + thread % 4 * 2;
             const u64 values = tile_desc(latents + half * (WIDTH / 2 / LANES) * BLOCK_BYTES, BLOCK_BYTES, EIGHT_ROWS);
             mark_wait(&told.weighed[turn.slot], turn.parity);
+            async_fence();
             const float* factors = factors_of(shared, turn.slot) + row;
             out.scale(factors[0], factors[8]);
             pin(out.of[0]), pin(out.of[1]);
             UNROLL
             for (u32 k = 0; k < KEYS / 16; k++) {
                 u32 packed[4];
-                ldmatrix_x4(packed, weights + ((2 * k + thread % 32 / 16) ^ (weight_row % 8)) * 16);
+                ldmatrix_x4(packed, weights + weight_at(weight_row, 2 * k + thread % 32 / 16));
                 UNROLL
                 for (u32 part = 0; part < 2; part++) {
                     // One part's product is under way while the other's weights are made.

@@ -6,7 +6,7 @@
 // Defines: DEPTH; PIECES of the largest item, a multiple of those that one token's heads make.
 #include "hopper.cuh"
 
-constexpr u32 ROWS = 16, PRODUCERS = 256;
+constexpr u32 ROWS = 16, KEYS = 64, STAGES = 2, PRODUCERS = 256, AHEAD = 2;
 #include "codes_ring.cuh"
 #include "turned.cuh"
 
@@ -38,8 +38,6 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
     Turn turn{0, 0};
     u32 said = 0;
     each_told(told, [&](const Unit& unit, u32 count) {
-        // Queries were copied; of tiles the producers say so themselves.
-        async_fence();
         float top[MINE], sum[MINE], rounded[SCALES][MINE];
         UNROLL
         for (u32 c = 0; c < MINE; c++) {
@@ -53,6 +51,7 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
             u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
             const u64 keys = tile_desc(latents, 0, EIGHT_ROWS);
             mark_wait(&told.full[turn.slot], turn.parity);
+            async_fence();
             // Products of the lanes under each scale, and of the others.
             float parts[SCALES][ROWS / 2], scores[ROWS / 2];
             wgmma_fence();
@@ -187,6 +186,7 @@ DEVICE void add_tiles(const Attend& p, u8* shared, Told& told) {
         for (u32 left = unit.tiles() - unit.tile(); left > 0; left--) {
             u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
             mark_wait(&told.weighed[turn.slot], turn.parity);
+            async_fence();
             const float* factors = factors_of(shared, turn.slot);
             float alpha[MINE];
             bool same = true;

@@ -9,6 +9,8 @@
 #pragma once
 
 #include "element.cuh"
+
+constexpr u32 KEYS = 64;
 #include "latent_unit.cuh"
 
 #ifndef BOXES

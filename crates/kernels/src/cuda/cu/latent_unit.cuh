@@ -4,7 +4,7 @@
 // else a block works on changes no bit.
 //
 // Defines: ROWS (query vectors a block), STAGES (tiles of the ring), PIECES (of the largest item, a multiple of those that one token's
-// heads make); `Element`, the type of queries and of tiles.
+// heads make); `Element`, the type of queries and of tiles, and KEYS, latents of a tile.
 #pragma once
 
 #include "finish.cuh"
@@ -12,8 +12,7 @@
 #include "hopper.cuh"
 #include "ring.cuh"
 
-constexpr u32 KEYS = 64;
-// A tile in shared memory: blocks of 64 rows and 64 lanes, rows of 128 bytes whose 16-byte pieces are turned by the row.
+// A tile in shared memory: blocks of KEYS rows and 64 lanes, rows of 128 bytes whose 16-byte pieces are turned by the row.
 constexpr u32 LANES = 64, PIECE = 8, BLOCK_BYTES = KEYS * LANES * 2, EIGHT_ROWS = 8 * LANES * 2;
 
 // What a block works on: up to ROWS query vectors of an item, and the keys that they see.

@@ -174,6 +174,8 @@ DEVICE u32 multiply_bf16(u32 a, u32 b) {
 }
 // Four bytes, the i-th being that which nibble i of `which` names: 0 to 3 of `v`, 4 for 0.
 DEVICE u32 permuted(u32 v, u32 which) { return __byte_perm(v, 0, which); }
+// The same of two words: 4 to 7 name those of the second.
+DEVICE u32 permuted(u32 v, u32 w, u32 which) { return __byte_perm(v, w, which); }
 // e4m3 (no infinity, saturating, NaN kept) and back.
 DEVICE u8 to_e4m3(float v) {
     u16 r;

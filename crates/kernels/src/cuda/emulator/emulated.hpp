@@ -5,6 +5,7 @@
 // call, two different ones at once, and a barrier that is never completed each end the program with a message.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -53,6 +54,7 @@ struct Copy {
     void* to;
     const void* from;  // null: zeros
     u32 bytes = 16;
+    std::shared_ptr<bool> landed = nullptr;  // of one that a mark stands for and that is waited for too: whichever comes first
 };
 
 struct Block;
@@ -134,6 +136,8 @@ static void wait_until_changed(const u32* generation, u32 at) {
 
 static void land(std::vector<Copy>& copies) {
     for (const Copy& copy : copies) {
+        if (copy.landed && *copy.landed) continue;
+        if (copy.landed) *copy.landed = true;
         if (copy.from) std::memcpy(copy.to, copy.from, copy.bytes);
         else std::memset(copy.to, 0, copy.bytes);
     }
@@ -421,14 +425,15 @@ DEVICE u32 multiply_bf16(u32 a, u32 b) {
     }
     return r;
 }
-DEVICE u32 permuted(u32 v, u32 which) {
+DEVICE u32 permuted(u32 v, u32 w, u32 which) {
     u32 r = 0;
     for (u32 i = 0; i < 4; i++) {
         u32 of = which >> (4 * i) & 7;
-        if (of < 4) r |= (v >> (8 * of) & 0xff) << (8 * i);
+        r |= ((of < 4 ? v : w) >> (8 * (of % 4)) & 0xff) << (8 * i);
     }
     return r;
 }
+DEVICE u32 permuted(u32 v, u32 which) { return permuted(v, 0, which); }
 DEVICE u8 to_e4m3(float v) {
     u8 sign = float_bits(v) >> 24 & 0x80;
     if (v != v) return sign | 0x7f;

@@ -209,9 +209,15 @@ DEVICE void mark_arrive_after_copies(Mark* mark) {
     emulated::phase_of(mark);
     emulated::Fiber* self = emulated::now;
     std::vector<emulated::Copy> copies;
-    for (auto& group : self->groups) copies.insert(copies.end(), group.begin(), group.end());
-    copies.insert(copies.end(), self->open.begin(), self->open.end());
-    self->groups.clear(), self->open.clear();
+    auto stand_for = [&](std::vector<emulated::Copy>& some) {
+        some.erase(std::remove_if(some.begin(), some.end(), [](auto& copy) { return copy.landed && *copy.landed; }), some.end());
+        for (emulated::Copy& copy : some) {
+            if (!copy.landed) copy.landed = std::make_shared<bool>(false);
+            copies.push_back(copy);
+        }
+    };
+    for (auto& group : self->groups) stand_for(group);
+    stand_for(self->open);
     self->block->late.push_back({std::move(copies), mark, &emulated::arrive, 0});
 }
 DEVICE void mark_wait(Mark* mark, u32 parity) {

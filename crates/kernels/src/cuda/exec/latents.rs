@@ -116,7 +116,6 @@ pub(super) fn hopper(
 /// The Hopper's kernels over latents in e4m3. As of the others, which of the two changes bits, and follows from the heads and the row's
 /// family.
 fn codes(geometry: &paged::Geometry, walk: Walk, most: usize, context: &Context) -> Option<Choice> {
-    const BLOCK: usize = 64 * 64 * 2;
     let few = walk == Walk::Few && geometry.num_qo_heads <= LATENT_TREE_HEADS;
     let (unit, entry, rows) = match few {
         true => (Unit::LATENT_CODES_FEW, "latent_codes_few", 16),
@@ -127,11 +126,14 @@ fn codes(geometry: &paged::Geometry, walk: Walk, most: usize, context: &Context)
     let key = Key::new(unit, entry)
         .with("DEPTH", depth as i64)
         .with("PIECES", most.div_ceil(rows).next_multiple_of(sure) as i64);
-    // As `SHARED_BYTES` in both: queries, two tiles and their scales, places of latents, what former sums shrink by, ends of two units (a factor and a
-    // sum, or a factor for each group of lanes), what warps tell each other, and groups.
-    let ring = rows * depth * 2 + 2 * 9 * BLOCK + 2 * 4 * 64 * (8 + 4) + 4 * 64 * 8 + 192;
+    // As `SHARED_BYTES` in both: queries, tiles and their scales, batches on their way and pages, groups; what former sums shrink by, ends of
+    // two units (a factor and a sum, or a factor for each group of lanes), what warps tell each other.
+    let (keys, stages, batch, ahead) = if few { (64, 2, 32, 2) } else { (32, 3, 16, 3) };
+    let ring = rows * depth * 2 + stages * keys * (9 * 128 + 4 * (8 + 4));
+    let coming = ahead * batch * (8 * 16 * 5 + 16) + 2 * 8 * batch * 4;
+    let told = (3 * stages + 4) * 8 + 2 * 128;
     let ends = if few { 2 * 4 * rows * 4 + 2 * 4 * rows * 4 } else { 2 * 2 * rows * 4 };
-    let shared = ring + 2 * rows * 4 + ends + 336;
+    let shared = ring + coming + 192 + told + stages * rows * 4 + ends;
     (shared <= context.shared_per_block_optin() as usize).then_some(Choice {
         key,
         threads: 512,
