@@ -60,7 +60,8 @@ pub struct Row {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct Item {
-    /// Estimated cost, in query-key pairs of one head; items are listed largest first.
+    /// Estimated cost, in query-key pairs of one head; items are listed largest first, those of many query vectors on a device within rows
+    /// that it caches together.
     pub cost: u64,
     /// First of the item's members. Several members share the item's keys (a cascade).
     pub member_begin: u32,

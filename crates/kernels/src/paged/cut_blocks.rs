@@ -47,7 +47,18 @@ pub(super) struct Scratch {
     order: Vec<u32>,
     /// Merges that the decode kernel does itself.
     fused: Vec<Merge>,
+    /// Rows of many query vectors, and beside every row of the list the section that its tiles are in.
+    tiled: Vec<u32>,
+    sections: Vec<u32>,
+    /// Where units of a section and class go.
+    ends: Vec<u32>,
 }
+
+/// Bytes of keys and values that tiles in flight at once may read and find in a large device's second-level cache.
+const CACHED: u64 = 32 << 20;
+
+/// Most sections of a list.
+const MOST_SECTIONS: u64 = 64;
 
 /// Multiprocessors of a large device: as many items over latents are worked on at a time.
 const MULTIPROCESSORS: u64 = 132;
@@ -127,14 +138,18 @@ pub(super) fn cut(list: &mut WorkList) {
     list.merges.extend_from_slice(&scratch.fused);
     list.fused = scratch.fused.len();
     let heads = list.geometry.num_kv_heads;
-    // Few query vectors first, then by cost: a counting sort, which is stable.
-    let mut ends = [0u32; 2 * CLASSES];
-    let place = |list: &WorkList, unit: &Item| {
-        let few = is_few(&list.rows[list.members[unit.member_begin as usize].row as usize]);
-        class(unit.cost) + if few { 0 } else { CLASSES }
+    // Few query vectors first, then section by section, then by cost: a counting sort, which is stable.
+    let sections = section(list, &mut scratch);
+    scratch.ends.clear();
+    scratch.ends.resize((1 + sections) * CLASSES, 0);
+    let mut ends = std::mem::take(&mut scratch.ends);
+    let place = |list: &WorkList, scratch: &Scratch, unit: &Item| {
+        let row = list.members[unit.member_begin as usize].row as usize;
+        let before = if is_few(&list.rows[row]) { 0 } else { 1 + scratch.sections[row] as usize };
+        class(unit.cost) + before * CLASSES
     };
     for unit in &scratch.units {
-        ends[place(list, unit)] += 1;
+        ends[place(list, &scratch, unit)] += 1;
     }
     let few: u32 = ends[..CLASSES].iter().sum();
     let mut begin = 0;
@@ -143,11 +158,12 @@ pub(super) fn cut(list: &mut WorkList) {
     }
     scratch.order.clear();
     scratch.order.resize(scratch.units.len(), 0);
-    for (index, unit) in scratch.units.iter().enumerate() {
-        let at = &mut ends[place(list, unit)];
+    for index in 0..scratch.units.len() {
+        let at = &mut ends[place(list, &scratch, &scratch.units[index])];
         scratch.order[*at as usize] = index as u32;
         *at += 1;
     }
+    scratch.ends = ends;
     list.items.reserve(scratch.units.len() * heads);
     for &unit in &scratch.order {
         let unit = scratch.units[unit as usize];
@@ -175,6 +191,39 @@ pub(super) fn cut(list: &mut WorkList) {
         // Batches to come of as many rows may be cut more finely: scratch is theirs too, so that it never grows.
         list.partial_len += super::balance::most_floats(list, list.rows.len());
     }
+}
+
+/// Puts rows of many query vectors into sections, longest rows first, and says how many there are: tiles of a section are worked on
+/// together, so that those of equal cost, which come one after the other, find keys in the second-level cache that another tile has read.
+/// A row whose keys and values are more than it holds has a section of its own.
+fn section(list: &WorkList, scratch: &mut Scratch) -> usize {
+    scratch.tiled.clear();
+    scratch.sections.clear();
+    scratch.sections.resize(list.rows.len(), 0);
+    if !matches!(list.stored, Stored::Heads | Stored::Segments) {
+        return 1;
+    }
+    let rows = &list.rows;
+    scratch.tiled.extend((0..rows.len() as u32).filter(|&row| !is_few(&rows[row as usize])));
+    let geometry = &list.geometry;
+    let token =
+        geometry.num_kv_heads * (geometry.head_dim_qk + geometry.head_dim_vo) * geometry.kv_dtype.size();
+    let bytes = |row: u32| {
+        u64::from(rows[row as usize].kv_len.saturating_sub(rows[row as usize].kv_begin)) * token as u64
+    };
+    let all: u64 = scratch.tiled.iter().map(|&row| bytes(row)).sum();
+    let most = CACHED.max(all.div_ceil(MOST_SECTIONS / 2));
+    scratch.tiled.sort_unstable_by_key(|&row| (class(u64::from(rows[row as usize].kv_len)), row));
+    let (mut index, mut held) = (0, 0);
+    for &row in &scratch.tiled {
+        let own = bytes(row);
+        if held > 0 && held + own > most {
+            (index, held) = (index + 1, 0);
+        }
+        held += own;
+        scratch.sections[row as usize] = index;
+    }
+    index as usize + 1
 }
 
 /// Query tokens of an item of the families whose rows are spread over items.

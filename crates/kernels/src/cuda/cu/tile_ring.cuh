@@ -41,59 +41,77 @@ struct Unit {
     u32 tiles() const { return reach.lo < reach.hi ? (reach.hi + KEYS - 1) / KEYS : reach.lo / KEYS; }
 };
 
+// What the group that produces knows of an item beside.
+struct Work {
+    Unit unit;
+    Row row;
+    Segment segment;
+    u32 row_index, head, q_begin, q_count;
+};
+
 // What the groups of a block tell each other.
 struct Told {
     Mark keys[STAGES], keys_read[STAGES], values[STAGES], values_read[STAGES];
     Mark queries[QUERY_STAGES], queries_read[QUERY_STAGES];  // of queries, and of units
     Unit units[2];
-    u32 next[2];  // items that the block takes next
+    Work works[2];  // the item that the producer is at, and the next
 };
 
 // Shared memory: queries, keys, values, marks.
 constexpr u32 KEYS_AT = QUERY_STAGES * QUERY_BYTES, VALUES_AT = KEYS_AT + STAGES * KEY_BYTES, TOLD_AT = VALUES_AT + STAGES * VALUE_BYTES;
 constexpr u32 SHARED_BYTES = TOLD_AT + sizeof(Told);
-static_assert(sizeof(Told) <= 32 * STAGES + 16 * QUERY_STAGES + 2 * 80 + 8, "as in exec/heads.rs");
+static_assert(sizeof(Told) <= 32 * STAGES + 16 * QUERY_STAGES + 2 * 80 + 2 * 160, "as in exec/heads.rs");
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
 // The barrier of the group that produces.
 constexpr u32 GATHERED = 1;
 
-// Calls `each(unit, item, row_index, row)` for what this block is to do, by the group that produces. Items are listed largest first, and
-// blocks take the next one as they come to it: who works on what changes no bit. Where nothing counts them, every other round goes from the
-// last block to the first, so that blocks have about as much.
+// Looks the `at`-th item of a launch up, three loads one behind the other.
+DEVICE void look_up(const Attend& p, Work& work, u32 at) {
+    const Span span = items_of(p);
+    work.unit.over = at >= span.end - span.begin;
+    if (work.unit.over) return;
+    const Item item = items_of(p.image)[span.begin + at];
+    const Member member = members_of(p.image)[item.member_begin];
+    const Row row = rows_of(p.image)[member.row];
+    work.unit.output = output_of(p, item, member, row);
+    work.unit.reach = reach_of(p, row, item);
+    work.unit.first = i64(row.kv_len) - i64(row.q_len) + i64(item.q_begin);
+    work.unit.mask_words = SOURCE == PAGES ? row.mask_words : 0;
+    work.unit.mask_begin = row.mask_begin + u64(item.q_begin) * row.mask_words;
+    work.row = row, work.row_index = member.row;
+    work.head = item.kv_head_begin, work.q_begin = item.q_begin, work.q_count = item.q_count;
+    if (SOURCE == SEGMENTS) work.segment = segments_of(p.image)[member.row];
+}
+
+// Calls `each(work)` for what this block is to do, by the group that produces; a thread of its second warp, which has nothing to do with boxes,
+// looks the next item up meanwhile. Items are listed largest first, and blocks take the next one as they come to it: who works on what
+// changes no bit. Where nothing counts them, every other round goes from the last block to the first, so that blocks have about as much.
 template <class Each>
 DEVICE void walk(const AttendBoxes& maps, Told& told, Each each) {
     const Attend& p = maps.attend;
     const Span span = items_of(p);
-    const u32 count = span.end - span.begin;
-    u32 at = block_x();
+    const bool scout = thread_x() % GROUP == 32;
+    if (scout) look_up(p, told.works[0], block_x());
+    warp_sync();
+    named_sync(GATHERED, GROUP);
     NO_UNROLL
-    for (u32 round = 0; at < count; round++) {
-        u32 next = (round + 1) * grid_x() + (round % 2 ? block_x() : grid_x() - 1 - block_x());
-        if (maps.turns) {
-            // Asked for long before it is needed. Every block is refused once: the last one of all refusals starts anew.
-            if (thread_x() % GROUP == 0) {
+    for (u32 round = 0;; round++) {
+        const Work& work = told.works[round % 2];
+        if (work.unit.over) break;
+        if (scout) {
+            u32 next = (round + 1) * grid_x() + (round % 2 ? block_x() : grid_x() - 1 - block_x());
+            if (maps.turns) {
+                // Every block is refused once: the last one of all refusals starts anew.
                 const u32 ticket = atomic_add(maps.turns, 1);
-                if (ticket + 1 == count) *maps.turns = 0;
-                told.next[round % 2] = ticket + grid_x();
+                if (ticket + 1 == span.end - span.begin) *maps.turns = 0;
+                next = ticket + grid_x();
             }
+            look_up(p, told.works[(round + 1) % 2], next);
         }
-        const Item item = items_of(p.image)[span.begin + at];
-        const Member member = members_of(p.image)[item.member_begin];
-        const Row row = rows_of(p.image)[member.row];
-        Unit unit;
-        unit.output = output_of(p, item, member, row);
-        unit.reach = reach_of(p, row, item);
-        unit.first = i64(row.kv_len) - i64(row.q_len) + i64(item.q_begin);
-        unit.mask_words = SOURCE == PAGES ? row.mask_words : 0;
-        unit.mask_begin = row.mask_begin + u64(item.q_begin) * row.mask_words;
-        unit.over = false;
-        each(unit, item, member.row, row);
-        if (maps.turns) {
-            named_sync(GATHERED, GROUP);
-            next = told.next[round % 2];
-        }
-        at = next;
+        warp_sync();
+        each(work);
+        named_sync(GATHERED, GROUP);
     }
 }
 
@@ -198,10 +216,12 @@ DEVICE void produce(const AttendBoxes& maps, u8* shared, Told& told) {
     const bool asks = shfl_idx(thread / 32, 0) == 0;
     Turn keys_turn{0, 0}, values_turn{0, 0};
     u32 count = 0;
-    walk(maps, told, [&](const Unit& unit, const Item& item, u32 row_index, const Row& row) {
-        Segment segment{0, 0, 0, 0};
-        if (SOURCE == SEGMENTS) segment = segments_of(p.image)[row_index];
-        const u32 head = item.kv_head_begin;
+    if ((p.flags & MAPPED) && asks && elected()) prefetch_map(maps.keys), prefetch_map(maps.values), prefetch_map(maps.queries);
+    walk(maps, told, [&](const Work& work) {
+        const Unit& unit = work.unit;
+        const Row& row = work.row;
+        const Segment& segment = work.segment;
+        const u32 head = work.head;
         // What some query of the row sees, a mask aside: all of it is numbers.
         const u32 seen_lo = p.window_left < 0
                                 ? row.kv_begin
@@ -210,7 +230,7 @@ DEVICE void produce(const AttendBoxes& maps, u8* shared, Told& told) {
         // Whether a mask leaves a key to some query of the item.
         auto left = [&](u32 key) {
             NO_UNROLL
-            for (u32 t = 0; t < item.q_count; t++)
+            for (u32 t = 0; t < work.q_count; t++)
                 if (masked(p, unit, t, key / 64) >> (key % 64) & 1) return true;
             return false;
         };
@@ -218,7 +238,7 @@ DEVICE void produce(const AttendBoxes& maps, u8* shared, Told& told) {
         auto gather = [&](u8* tile, u32 base, bool values, Mark* there, Mark* read, u32 parity) {
             if (asks) mark_wait(read, parity);
             named_sync(GATHERED, GROUP);
-            const Keys keys = keys_of<SOURCE>(p, row_index, row, head, 2);
+            const Keys keys = keys_of<SOURCE>(p, work.row_index, row, head, 2);
             NO_UNROLL
             for (u32 r = thread / PIECE; r < KEYS; r += GROUP / PIECE) {
                 const u32 key = base + r;
@@ -276,7 +296,7 @@ DEVICE void produce(const AttendBoxes& maps, u8* shared, Told& told) {
                 }
                 return;
             }
-            const Queries queries = queries_of<SOURCE>(p, row, item.q_begin, head, 2);
+            const Queries queries = queries_of<SOURCE>(p, row, work.q_begin, head, 2);
             NO_UNROLL
             for (u32 r = thread / PIECE; r < QUERIES; r += GROUP / PIECE) {
                 const T* from = nullptr;

@@ -5,25 +5,28 @@
 //   consumers  64 query vectors each: scores, softmax and sums in registers
 //
 // A consumer asks for the next tile's scores ahead of this tile's values, so that its softmax lies under the latter, also where the next tile
-// is another item's; and consumers take turns at asking, so that the softmax of one lies under the products of another. Tiles start at
-// multiples of KEYS, whatever else a block works on.
+// is another item's. What of it does not lies under another consumer's products, which nothing orders: see docs/perf-notes.md. Tiles start
+// at multiples of KEYS, whatever else a block works on.
 //
 // Defines: those of tile_ring.cuh.
 
+// Results are never in planes.
+#define ONE_PLANE
 #include "tile_ring.cuh"
 
 constexpr u32 THREADS = (CONSUMERS + 1) * GROUP, CONSUMER_WARPS = CONSUMERS * 4;
 // Registers of a thread of each role: those that the block is launched with, 168 for each of three groups or 128 for each of four.
-constexpr u32 PRODUCER = CONSUMERS == 2 && SOURCE == PAGES ? 40 : 56;
+constexpr u32 PRODUCER = SOURCE == PAGES && WIDTH > 64 ? 40 : 56;
 constexpr u32 CONSUMER = ((CONSUMERS == 2 ? 3 * 168 : 4 * 128) - PRODUCER) / CONSUMERS;
 static_assert(CONSUMERS == 2 || CONSUMERS == 3, "groups whose registers were counted");
 constexpr u32 STEPS = KEYS / 16, COLUMNS = VALUES / 8;
 
-// Scores of a tile become weights: a thread has two rows, of which `tops` are the largest logits, `sums` its share of the weights, and
-// `shrink` what both rows' former sums are multiplied by.
 struct alignas(8) Two {
     float x, y;
 };
+
+// Scores of a tile become weights: a thread has two rows, of which `tops` are the largest logits, `sums` its share of the weights, and
+// `shrink` what both rows' former sums are multiplied by.
 struct Softmax {
     float tops[2], sums[2], shrink[2];
 };

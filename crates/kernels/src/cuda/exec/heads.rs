@@ -145,11 +145,11 @@ impl Wide {
         64 * self.consumers
     }
 
-    /// As `SHARED_BYTES` in `cu/tile_ring.cuh`: queries, tiles, marks of each tile and of queries, and items.
+    /// As `SHARED_BYTES` in `cu/tile_ring.cuh`: queries, tiles, marks of each tile and of queries, items for the consumers and for the producer.
     fn shared(&self) -> usize {
         let queries = self.query_stages * 2 * self.rows() * self.width;
         let tiles = self.stages * self.keys * 2 * (self.width + self.values);
-        queries + tiles + 32 * self.stages + 16 * self.query_stages + 2 * 80 + 8
+        queries + tiles + 32 * self.stages + 16 * self.query_stages + 2 * 80 + 2 * 160
     }
 
     fn choice(&self, work: &WorkList) -> Choice {

@@ -197,6 +197,52 @@ fn a_list_for_blocks_covers_every_token_head_and_leaf_once_and_has_the_rows_of_o
     }
 }
 
+/// Two rows of 16 MB each, or one of twice the keys, are what a large device's cache holds: their tiles come together, longest first, and the
+/// longest row before the others.
+#[test]
+fn tiles_of_rows_that_a_cache_holds_come_together() {
+    let heads = 16;
+    let geometry = Geometry {
+        num_qo_heads: heads,
+        num_kv_heads: heads,
+        head_dim_qk: 128,
+        head_dim_vo: 128,
+        ..geometry(1)
+    };
+    let keys = [2048, 2048, 2048, 2048, 4096];
+    let begins = |of: &dyn Fn(usize) -> usize| {
+        let mut at = 0;
+        let ends = keys.iter().map(|&keys| {
+            at += of(keys) as i32;
+            at
+        });
+        std::iter::once(0).chain(ends).collect::<Vec<i32>>()
+    };
+    let (qo, indptr) = (begins(&|keys| keys), begins(&|keys| keys / PAGE));
+    let pages = indptr[keys.len()] as usize;
+    let table = PageTable {
+        qo_indptr: &qo,
+        kv_indptr: &indptr,
+        kv_indices: &(0..pages as i32).collect::<Vec<_>>(),
+        kv_last_page_len: &[PAGE as i32; 5],
+        num_pages: pages,
+        ..PageTable::default()
+    };
+    let options = ScheduleOptions { target: Target::Blocks, ..ScheduleOptions::default() };
+    let mut list = WorkList::default();
+    schedule(&geometry, &Variant::causal(128), &table, &options, &mut list).unwrap();
+    let row = |item: &crate::work::Item| list.members()[item.member_begin as usize].row;
+    let mut items = list.items();
+    for section in [&[4][..], &[0, 1], &[2, 3]] {
+        let tiles = section.iter().map(|&row| keys[row as usize] / 128 * heads).sum();
+        let (own, others) = items.split_at(tiles);
+        assert!(own.iter().all(|item| section.contains(&row(item))), "{section:?}");
+        assert!(own.windows(2).all(|pair| pair[0].cost * 9 / 8 + 8 >= pair[1].cost), "longest first");
+        items = others;
+    }
+    assert!(items.is_empty());
+}
+
 #[test]
 fn a_row_has_the_same_bits_alone_and_in_company() {
     let Some(owned) = stream() else { return };
