@@ -207,8 +207,8 @@ fn tile() -> Vec<Key> {
         SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect();
     // On a Hopper, over segments or pages.
     const WIDE: [[i64; 8]; 4] = [
-        [1, 1, 128, 128, 2, 128, 2, 2],
-        [1, 0, 128, 128, 2, 128, 2, 2],
+        [1, 1, 128, 128, 2, 128, 2, 1],
+        [1, 0, 128, 128, 2, 128, 2, 1],
         [2, 1, 64, 64, 3, 96, 4, 2],
         [1, 1, 256, 256, 2, 80, 2, 1],
     ];
