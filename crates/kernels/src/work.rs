@@ -89,8 +89,9 @@ pub struct Member {
     pub partial: u64,
     /// The row.
     pub row: u32,
-    /// Nothing; keeps the record free of padding.
-    pub reserved: u32,
+    /// Where nodes of the row's tree wait for a sibling while an item of several leaves over latents is worked on, in lines of 16
+    /// f32 elements from the start of the workspace.
+    pub waits: u32,
 }
 
 /// Unfinished states of one row's query tokens, joined and finished.

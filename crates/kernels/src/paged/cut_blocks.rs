@@ -5,15 +5,17 @@
 //! and `-inf`. Leaves and families are the row's own; but for long leaves ([`Stored::leaf_keys`]) they are those that threads have.
 //!
 //! Items of the decode kernel take an aligned run of leaves, as long as leaves are many: their nodes of the tree are joined in
-//! the block, and changes no bit. So do those of the Hopper's kernel over latents of few heads. Such items have a [`Task`] each.
+//! the block, and changes no bit. So do those of the Hopper's kernel over latents of few heads. Such items have a [`Task`] each. Of the
+//! kernel of many heads they do where there are items enough; nodes that wait for a sibling lie in the workspace.
 
 use crate::Kernels;
+use crate::cpu::paged::STATE_LINE;
 use crate::plan::Schedule;
 use crate::work::{DIRECT, Item, Member, Merge, NO_MASK, Part, Row, Task, WorkList};
 
 use super::family::{
-    LATENT_LEAVES, LATENT_LEAVES_AT_HAND, LATENT_TREE_HEADS, LATENT_WIDTH, in_codes, in_halves,
-    latent_tokens, latents_by_tasks,
+    LATENT_LANES, LATENT_LEAVES, LATENT_LEAVES_AT_HAND, LATENT_TREE_HEADS, LATENT_WIDTH, in_codes, in_halves,
+    latent_tokens, latents_by_tasks, latents_in_tensors,
 };
 use super::schedule::{leaves, visible};
 use super::{Family, Stored};
@@ -66,20 +68,77 @@ const MULTIPROCESSORS: u64 = 132;
 /// Keys whose sums cost an item over latents as much as its end.
 const LATENT_END: u64 = 64;
 
-/// Leaves of an item over latents, as a power of two. Changes no bit: their states are joined as a merge would join them.
-fn latent_level(list: &WorkList) -> u32 {
+/// Of the kernel of many heads over latents: what the end of an item costs, its part of a merge where it leaves a state to one, and
+/// each leaf that is joined within it. Keys whose sums take as long.
+const WIDE_END: u64 = 128;
+/// As before.
+const WIDE_PART: u64 = 128;
+/// As before.
+const WIDE_JOIN: u64 = 160;
+
+/// Leaves of an item over latents, as a power of two: of rows of few queries, and of others. Changes no bit: their states are joined
+/// as a merge would join them.
+fn latent_levels(list: &WorkList) -> (u32, u32) {
     if list.schedule == Schedule::Throughput {
-        return 0;
+        return (0, 0);
     }
-    let geometry = &list.geometry;
-    let heads = geometry.num_qo_heads;
-    if !over_latents(list) || heads > LATENT_TREE_HEADS {
-        return 0;
+    let wide = latents_in_leaves(list);
+    if !wide && (!over_latents(list) || list.geometry.num_qo_heads > LATENT_TREE_HEADS) {
+        return (0, 0);
     }
     #[cfg(all(test, feature = "cuda"))]
     if let Some(level) = forced::level() {
-        return level;
+        return (level, if wide { level } else { 0 });
     }
+    if wide {
+        let level = wide_level(list);
+        return (level, level);
+    }
+    (few_level(list), 0)
+}
+
+/// Whether items over latents are for the Hopper's kernel of many heads, and may have several leaves there.
+fn latents_in_leaves(list: &WorkList) -> bool {
+    let geometry = &list.geometry;
+    // Nodes wait in the workspace as what a whole block has of them.
+    let whole = geometry.num_qo_heads.is_multiple_of(LATENT_LANES)
+        && [128, 256, LATENT_WIDTH].contains(&geometry.head_dim_vo);
+    list.stored == Stored::Latents && list.kernels == Kernels::Wgmma && latents_in_tensors(geometry) && whole
+}
+
+/// Of that kernel.
+fn wide_level(list: &WorkList) -> u32 {
+    let pieces = list.geometry.num_qo_heads.div_ceil(LATENT_LANES) as u64;
+    let mut items = [0u64; LATENT_LEAVES as usize + 1];
+    let mut longest = [(0u64, 0u64); LATENT_LEAVES as usize + 1];
+    let mut parts = [false; LATENT_LEAVES as usize + 1];
+    for row in &list.rows {
+        let tokens = if is_few(row) { row.q_len } else { cut_tokens(list) as u32 };
+        let (first, end) = leaves(row, visible(&list.variant, row, 0, row.q_len));
+        if first >= end {
+            continue;
+        }
+        for level in 0..items.len() {
+            let nodes = u64::from(((end - 1) >> level) - (first >> level) + 1);
+            items[level] += nodes * u64::from(row.q_len.div_ceil(tokens));
+            let most = u64::from((end - first).min(1 << level));
+            longest[level] = longest[level].max((most * u64::from(row.leaf_keys.min(row.kv_len)), most));
+            parts[level] |= nodes > 1;
+        }
+    }
+    let time = |level: u32| {
+        let level = level as usize;
+        let (keys, leaves) = longest[level];
+        let ends = WIDE_END + leaves * WIDE_JOIN + if parts[level] { WIDE_PART } else { 0 };
+        (items[level] * pieces).div_ceil(MULTIPROCESSORS) * (keys + ends)
+    };
+    (0..=LATENT_LEAVES).rev().min_by_key(|&level| time(level)).unwrap_or(0)
+}
+
+/// Of the kernel of few heads.
+fn few_level(list: &WorkList) -> u32 {
+    let geometry = &list.geometry;
+    let heads = geometry.num_qo_heads;
     // Items of a round are worked on at a time; what the last round leaves idle is worth a few more ends.
     let mut items = [0u64; LATENT_LEAVES as usize + 1];
     let mut longest = [0u64; LATENT_LEAVES as usize + 1];
@@ -131,7 +190,7 @@ pub(super) fn cut(list: &mut WorkList) {
     scratch.units.clear();
     scratch.tasks.clear();
     scratch.fused.clear();
-    let (level, latents) = (level(list), latent_level(list));
+    let (level, latents) = (level(list), latent_levels(list));
     for index in 0..list.rows.len() {
         row(list, index, level, latents, &mut scratch);
     }
@@ -279,7 +338,7 @@ fn tickets(first: u32, end: u32, mut level: u32) -> u32 {
     all
 }
 
-fn row(list: &mut WorkList, index: usize, level: Option<u32>, latents: u32, scratch: &mut Scratch) {
+fn row(list: &mut WorkList, index: usize, level: Option<u32>, latents: (u32, u32), scratch: &mut Scratch) {
     let row = list.rows[index];
     let group = list.geometry.group();
     let heads = list.geometry.num_kv_heads;
@@ -297,7 +356,7 @@ fn row(list: &mut WorkList, index: usize, level: Option<u32>, latents: u32, scra
             list.partial_len += u64::from(end - first) * state as u64;
         }
         let level = level.filter(|_| is_few(&row));
-        let height = level.unwrap_or(if is_few(&row) { latents } else { 0 });
+        let height = level.unwrap_or(if is_few(&row) { latents.0 } else { latents.1 });
         let nodes = if first < end { first >> height..((end - 1) >> height) + 1 } else { 0..0 };
         let single = nodes.len() == 1;
         for node in nodes.clone() {
@@ -315,7 +374,9 @@ fn row(list: &mut WorkList, index: usize, level: Option<u32>, latents: u32, scra
             let cost = (hi - lo) * lanes as u64;
             list.total_cost = list.total_cost.saturating_add(cost.saturating_mul(heads as u64));
             let member_begin = list.members.len() as u32;
-            list.members.push(Member { partial, row: index as u32, reserved: 0 });
+            // Behind the first leaf's state, where the item leaves its own.
+            let waits = (base + u64::from(leaf_begin + 1 - first) * state as u64) / STATE_LINE as u64;
+            list.members.push(Member { partial, row: index as u32, waits: waits as u32 });
             let of = Item {
                 cost,
                 member_begin,
@@ -384,5 +445,48 @@ pub(crate) mod forced {
         let result = run();
         LEVEL.set(None);
         result
+    }
+}
+
+#[cfg(all(test, feature = "mla"))]
+mod tests {
+    use crate::paged::renew::tests::{Batch, S};
+    use crate::paged::{ScheduleOptions, Target};
+    use crate::{DType, mla};
+
+    use super::*;
+
+    /// Items of a batch of rows of one query token over latents on a Hopper, and the leaves of the longest.
+    fn items(kv_lens: &[usize], heads: usize) -> (usize, u32) {
+        let geometry = mla::Geometry {
+            num_qo_heads: heads,
+            kv_lora_rank: 512,
+            qk_rope_head_dim: 64,
+            page_size: S,
+            q_dtype: DType::Bf16,
+            kv_dtype: DType::Bf16,
+        };
+        let variant = mla::Variant { sm_scale: 1.0, causal: true };
+        let options =
+            ScheduleOptions { target: Target::Blocks, kernels: Kernels::Wgmma, ..ScheduleOptions::default() };
+        let mut list = WorkList::default();
+        mla::schedule(&geometry, &variant, &Batch::of(kv_lens, 1, 0).table(), &options, &mut list).unwrap();
+        let longest = list.items.iter().map(|item| item.leaf_end - item.leaf_begin).max().unwrap_or(0);
+        (list.items.len(), longest)
+    }
+
+    #[test]
+    fn leaves_under_many_heads_are_joined_where_items_fill_a_device_anyway() {
+        // Blocks of 64 heads: whole rows of 128 heads, halves of rows of 64.
+        assert_eq!(items(&[16384; 64], 128), (64, 4));
+        assert_eq!(items(&[16384; 64], 64), (128, 2));
+        assert_eq!(items(&[4096; 128], 64), (128, 2));
+        assert_eq!(items(&[4096; 64], 128), (64, 2));
+        // Else a leaf each, so that a row alone is spread as far as it can be.
+        assert_eq!(items(&[4096; 64], 64), (128, 1));
+        assert_eq!(items(&[4096; 16], 128), (32, 1));
+        assert_eq!(items(&[16384], 128), (4, 1));
+        // Heads that are no whole blocks leave their states to a merge.
+        assert_eq!(items(&[16384; 64], 80), (256, 1));
     }
 }

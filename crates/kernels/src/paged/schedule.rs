@@ -407,7 +407,7 @@ impl Scheduler<'_> {
             for &row in members {
                 let row_lanes = self.list.rows[row as usize].q_len as usize * group;
                 let partial = self.reserve(row_lanes);
-                self.list.members.push(Member { partial, row, reserved: 0 });
+                self.list.members.push(Member { partial, row, waits: 0 });
                 shared.push((row, Part { partial, index: leaf >> level, level }));
             }
             let leaf_end = leaf + (1 << level);
@@ -493,7 +493,7 @@ impl Scheduler<'_> {
 
     fn own_item(&mut self, cut: &Cut, leaf_keys: u32, leaves: Range<u32>, level: u32, partial: u64) {
         let member_begin = self.list.members.len() as u32;
-        self.list.members.push(Member { partial, row: cut.row, reserved: 0 });
+        self.list.members.push(Member { partial, row: cut.row, waits: 0 });
         let (lo, hi) = (u64::from(cut.keys.0), u64::from(cut.keys.1));
         let begin = u64::from(leaves.start) * u64::from(leaf_keys);
         let end = u64::from(leaves.end) * u64::from(leaf_keys);

@@ -31,8 +31,8 @@ pub(crate) use decode::TILE;
 pub(crate) use exec::{run, workspace_bytes};
 #[cfg(feature = "dsa")]
 pub(crate) use finish::{root, write_row};
-pub(crate) use state::state_len;
 #[cfg(feature = "mla")]
 pub(crate) use state::{LINE, State, Tree, acc_stride};
+pub(crate) use state::{LINE as STATE_LINE, state_len};
 #[cfg(feature = "flex")]
 pub(crate) use tile::Mods;

@@ -273,6 +273,7 @@ DEVICE void weigh_tiles(const Attend& p, u8* shared, Told& told) {
         }
         if (begin >= end) mark_arrive(&told.queries_read);
         float factor[2];
+        add_up(sum);
         conclude(p, unit, top, sum, factor);
         float* ends = ends_of(shared, count) + my_row();
         if (lane() % 4 == 0) ends[0] = factor[0], ends[8] = factor[1], ends[ROWS] = sum[0], ends[ROWS + 8] = sum[1];

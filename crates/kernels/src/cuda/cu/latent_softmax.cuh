@@ -40,7 +40,7 @@ DEVICE void weigh_some(float (&scores)[KEYS / 2], u32 k, float step, const float
             now[i / 2][i % 2] += s;
         }
 }
-// `sum` is of this thread's rows, of its columns alone.
+// `sum` is of this thread's rows, of its columns alone (`add_up`).
 DEVICE void add_weights(float (&sum)[2], const float (&alpha)[2], const float (&now)[2][2]) {
     UNROLL
     for (u32 r = 0; r < 2; r++) sum[r] = sum[r] * alpha[r] + (now[r][0] + now[r][1]);
@@ -53,13 +53,19 @@ DEVICE void weigh(float (&scores)[KEYS / 2], float step, float (&top)[2], float 
     for (u32 k = 0; k < KEYS / 16; k++) weigh_some(scores, k, step, reference, now);
     add_weights(sum, alpha, now);
 }
-// The end of a unit's rows: results are to be times `factor`; of an unfinished state, what its sums stand against is written.
-DEVICE void conclude(const Attend& p, const Unit& unit, const float (&top)[2], float (&sum)[2], float (&factor)[2]) {
-    const u32 t = lane() % 4, row = my_row();
+// The sums of this thread's rows, of all columns.
+DEVICE void add_up(float (&sum)[2]) {
     UNROLL
     for (u32 r = 0; r < 2; r++) {
         sum[r] += shfl_xor(sum[r], 1);
         sum[r] += shfl_xor(sum[r], 2);
+    }
+}
+// The end of a unit's rows: results are to be times `factor`; of an unfinished state, what its sums stand against is written.
+DEVICE void conclude(const Attend& p, const Unit& unit, const float (&top)[2], const float (&sum)[2], float (&factor)[2]) {
+    const u32 t = lane() % 4, row = my_row();
+    UNROLL
+    for (u32 r = 0; r < 2; r++) {
         const u32 lane_of = unit.first + row + 8 * r;
         factor[r] = 1.0f;
         if (lane_of >= unit.output.lanes) continue;

@@ -26,6 +26,7 @@ struct Unit {
     i64 before;  // keys that token 0 of the item sees under causality
     bool causal;
     bool over;   // there is no more to do
+    u32 waits;   // where nodes of its tree wait, in lines from the start of the workspace
 
     // One past the last key that a lane of the item sees.
     u32 limit(u32 lane) const {
@@ -57,7 +58,7 @@ DEVICE void walk(const Attend& p, Each each) {
         if (unit.first >= unit.output.lanes) continue;
         const Reach reach = reach_of(p, unit.row, item);
         unit.lo = reach.lo, unit.hi = reach.hi, unit.H = p.H;
-        unit.causal = p.flags & CAUSAL, unit.over = false;
+        unit.causal = p.flags & CAUSAL, unit.over = false, unit.waits = member.waits;
         // Query `i` of a row is at position kv_len - q_len + i.
         unit.before = i64(unit.row.kv_len) - i64(unit.row.q_len) + i64(item.q_begin) + 1;
         unit.to = unit.limit(least(unit.first + ROWS, unit.output.lanes) - 1);

@@ -6,11 +6,10 @@
 //
 // Defines: those of latent_ring.cuh, with ROWS 64.
 
-#include "latent_ring.cuh"
-#include "latent_softmax.cuh"
+#include "latent_leaves.cuh"
 
 constexpr u32 THREADS = 3 * GROUP;
-constexpr u32 HALF = WIDTH / 2, HALF_COLUMNS = HALF / LANES;
+constexpr u32 HALF_COLUMNS = HALF / LANES;
 static_assert(ROWS == 64 && (BOXES || SHARES == KEYS / 16), "rows of a product; keys of one");
 // Values of a half are multiplied in as many batches, each of which gives back a share of the tile's room. The first group goes over keys,
 // 16 at a time, as their weights are made; blocks of columns are all free at its end. The second has all weights, and goes over blocks.
@@ -18,7 +17,7 @@ constexpr u32 STEPS = KEYS / 16, BATCHES = BOXES ? HALF_COLUMNS : STEPS;
 
 constexpr u32 WEIGHTS_AT = AFTER_RING;
 constexpr u32 FACTORS_AT = WEIGHTS_AT + BLOCK_BYTES;
-constexpr u32 TOLD_AT = FACTORS_AT + ROWS * 4;
+constexpr u32 TOLD_AT = FACTORS_AT + 2 * ROWS * 4;
 constexpr u32 HANDED_AT = TOLD_AT + sizeof(Told);
 constexpr u32 SHARED_BYTES = HANDED_AT + 2 * sizeof(Mark);
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
@@ -31,6 +30,9 @@ struct Handed {
     Mark there, free;
 };
 DEVICE Handed& handed_of(u8* shared) { return *reinterpret_cast<Handed*>(shared + HANDED_AT); }
+// The factors of this thread's first row, and 8 behind it those of the other; of nodes that are joined there are two a row. Where they lie
+// is found again each time, rather than kept in registers.
+DEVICE float* my_factors(u8* shared) { return reinterpret_cast<float*>(shared + FACTORS_AT) + opaque(my_row()); }
 
 // Rows of values are the other product's columns: the left or right half of a tile's, 16 keys at a time.
 DEVICE u64 values_at(const u8* tile, u32 half) {
@@ -86,6 +88,10 @@ DEVICE u8* weights_at(u8* shared, u32 k) {
     return shared + WEIGHTS_AT + row * LANES * 2 + ((2 * k + lane() / 16) ^ (row % 8)) * 16;
 }
 
+DEVICE void clear(float (&sums)[HALF / 2]) {
+    UNROLL
+    for (u32 i = 0; i < HALF / 2; i++) sums[i] = 0.0f;
+}
 DEVICE void scaled(float (&sums)[HALF / 2], float upper, float lower) {
     // Only multiplications by 1 are left out.
     if (warp_all(upper == 1.0f && lower == 1.0f)) return;
@@ -114,17 +120,21 @@ DEVICE void store(const Attend& p, const Unit& unit, const float (&sums)[HALF / 
         }
         Element* to = output_row<Element>(p, unit.output, lane_of);
         const bool pairs = reinterpret_cast<u64>(to) % 4 == 0 && C % 2 == 0;
+        // -0 becomes 0: whether a hidden key was skipped or weighed 0 must not show.
+        auto result = [&](u32 at) { return sums[at] * factors[r] + 0.0f; };
+        if (pairs) {
+            UNROLL
+            for (u32 j = 0; j < HALF / 8; j++) {
+                const u32 column = first_column + 8 * j, at = 4 * j + 2 * r;
+                if (column < C) *reinterpret_cast<u32*>(to + column) = pack<Element>(result(at), result(at + 1));
+            }
+            continue;
+        }
         UNROLL
         for (u32 j = 0; j < HALF / 8; j++) {
-            const u32 column = first_column + 8 * j;
-            // -0 becomes 0: whether a hidden key was skipped or weighed 0 must not show.
-            const float a = sums[4 * j + 2 * r] * factors[r] + 0.0f, b = sums[4 * j + 2 * r + 1] * factors[r] + 0.0f;
-            if (pairs) {
-                if (column < C) *reinterpret_cast<u32*>(to + column) = pack<Element>(a, b);
-            } else {
-                if (column < C) to[column] = from_float<Element>(a);
-                if (column + 1 < C) to[column + 1] = from_float<Element>(b);
-            }
+            const u32 column = first_column + 8 * j, at = 4 * j + 2 * r;
+            if (column < C) to[column] = from_float<Element>(result(at));
+            if (column + 1 < C) to[column + 1] = from_float<Element>(result(at + 1));
         }
     }
 }
@@ -167,89 +177,114 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
     };
     each_told(told, [&](const Unit& unit, u32) {
         float out[HALF / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
-        UNROLL
-        for (u32 i = 0; i < HALF / 2; i++) out[i] = 0.0f;
-        const u32 begin = unit.tile(), end = unit.tiles();
+        clear(out);
+        Leaves leaves(unit);
+        const u32 end = unit.tiles();
+        u32 tile = unit.tile();
         const u32 limits[2] = {unit.limit(unit.first + row), unit.limit(unit.first + row + 8)};
         const u32 all_see = unit.all_see, lo = unit.lo;
-        if (begin >= end) released(&told.queries_read);
+        if (tile >= end) released(&told.queries_read);
         float scores[KEYS / 2];
-        if (begin < end) {
+        NO_UNROLL
+        while (tile < end) {
+            const u32 stop = leaves.stop(end);
+            const bool last = stop == end;
             if (!BOXES) mark_wait(&told.full[turn.slot][0], turn.parity);
             // Of queries too.
             async_fence();
             ask(scores, [](u32) {});
             settle(scores);
-            if (begin + 1 >= end) released(&told.queries_read);
-        }
-        NO_UNROLL
-        for (u32 tile = begin; tile < end; tile++) {
-            const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
-            if (!(scale > 0.0f)) {
-                UNROLL
-                for (u32 i = 0; i < KEYS / 2; i++) scores[i] *= scale;
-            }
-            if (tile * KEYS < lo || tile * KEYS + KEYS > all_see) {
-                UNROLL
-                for (u32 i = 0; i < KEYS / 2; i++) {
-                    const u32 key = tile * KEYS + i / 4 * 8 + t * 2 + i % 2;
-                    if (key < lo || key >= limits[i / 2 % 2]) scores[i] = -infinity();
+            if (tile + 1 >= end) released(&told.queries_read);
+            NO_UNROLL
+            for (; tile < stop; tile++) {
+                const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
+                if (!(scale > 0.0f)) {
+                    UNROLL
+                    for (u32 i = 0; i < KEYS / 2; i++) scores[i] *= scale;
                 }
-            }
-            float alpha[2], reference[2], now[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
-            stand(scores, step, top, alpha, reference);
-            scaled(out, alpha[0], alpha[1]);
-            mark_wait(&handed.free, turns % 2 ^ 1);
-            // Weights of 16 keys at a time, so that the first values are multiplied while the others are made.
-            const u64 values = values_at(latents, 0);
-            u32 packed[STEPS][4];
-            pin(out);
-            UNROLL
-            for (u32 k = 0; k < STEPS; k++) {
-                weigh_some(scores, k, step, reference, now);
-                UNROLL
-                for (u32 i = 0; i < 4; i++) packed[k][i] = pack<Element>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
-                wgmma_fence();
-                wgmma_rs<Element, HALF, true>(out, packed[k], after(values, k * 2 * EIGHT_ROWS), true);
-                wgmma_commit();
-                stmatrix_x4(weights_at(shared, k), packed[k]);
-            }
-            if (t == 0) factors[row] = alpha[0], factors[row + 8] = alpha[1];
-            mark_arrive(&handed.there);
-            turns++;
-            add_weights(sum, alpha, now);
-
-            const Turn done = turn;
-            turn.next();
-            if (tile + 1 < end) {
-                // Scores of the next tile are asked for behind this one's values. Where what is gathered has not come yet, this one's room is
-                // not to wait for it; boxes come one by one.
-                const bool there = BOXES || warp_all(mark_passed(&told.full[turn.slot][0], turn.parity));
-                if (!BOXES) {
-                    if (!there) given_back(told, done);
-                    mark_wait(&told.full[turn.slot][0], turn.parity);
-                    async_fence();
-                }
-                ask(scores, [&](u32 i) {
-                    // So many batches of values are under way still, and i + 1 of scores.
-                    if (BOXES && i == 0) {
-                        wgmma_wait<1>();
-                        given(told, done);
-                    } else if (!BOXES && i < STEPS) {
-                        wgmma_wait<STEPS>();
-                        if (there) released(&told.empty[done.slot][i % SHARES]);
+                if (tile * KEYS < lo || tile * KEYS + KEYS > all_see) {
+                    UNROLL
+                    for (u32 i = 0; i < KEYS / 2; i++) {
+                        const u32 key = tile * KEYS + i / 4 * 8 + t * 2 + i % 2;
+                        if (key < lo || key >= limits[i / 2 % 2]) scores[i] = -infinity();
                     }
-                });
+                }
+                float alpha[2], reference[2], now[2][2] = {{0.0f, 0.0f}, {0.0f, 0.0f}};
+                stand(scores, step, top, alpha, reference);
+                scaled(out, alpha[0], alpha[1]);
+                mark_wait(&handed.free, turns % 2 ^ 1);
+                // Weights of 16 keys at a time, so that the first values are multiplied while the others are made.
+                const u64 values = values_at(latents, 0);
+                u32 packed[STEPS][4];
                 pin(out);
-                settle(scores);
                 UNROLL
-                for (u32 i = COLUMNS; !BOXES && i < STEPS; i++)
-                    if (there) released(&told.empty[done.slot][i % SHARES]);
-                if (tile + 2 >= end) released(&told.queries_read);
-            } else {
-                given_back(told, done);
-                pin(out);
+                for (u32 k = 0; k < STEPS; k++) {
+                    weigh_some(scores, k, step, reference, now);
+                    UNROLL
+                    for (u32 i = 0; i < 4; i++) packed[k][i] = pack<Element>(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1]);
+                    wgmma_fence();
+                    wgmma_rs<Element, HALF, true>(out, packed[k], after(values, k * 2 * EIGHT_ROWS), true);
+                    wgmma_commit();
+                    stmatrix_x4(weights_at(shared, k), packed[k]);
+                }
+                if (t == 0) factors[row] = alpha[0], factors[row + 8] = alpha[1];
+                mark_arrive(&handed.there);
+                turns++;
+                add_weights(sum, alpha, now);
+
+                const Turn done = turn;
+                turn.next();
+                if (tile + 1 < stop) {
+                    // Scores of the next tile are asked for behind this one's values. Where what is gathered has not come yet, this one's room
+                    // is not to wait for it; boxes come one by one.
+                    const bool there = BOXES || warp_all(mark_passed(&told.full[turn.slot][0], turn.parity));
+                    if (!BOXES) {
+                        if (!there) given_back(told, done);
+                        mark_wait(&told.full[turn.slot][0], turn.parity);
+                        async_fence();
+                    }
+                    ask(scores, [&](u32 i) {
+                        // So many batches of values are under way still, and i + 1 of scores.
+                        if (BOXES && i == 0) {
+                            wgmma_wait<1>();
+                            given(told, done);
+                        } else if (!BOXES && i < STEPS) {
+                            wgmma_wait<STEPS>();
+                            if (there) released(&told.empty[done.slot][i % SHARES]);
+                        }
+                    });
+                    pin(out);
+                    settle(scores);
+                    UNROLL
+                    for (u32 i = COLUMNS; !BOXES && i < STEPS; i++)
+                        if (there) released(&told.empty[done.slot][i % SHARES]);
+                    if (tile + 2 >= end) released(&told.queries_read);
+                } else {
+                    given_back(told, done);
+                    pin(out);
+                }
             }
+            add_up(sum);
+            leaves.rise(
+                unit, last,
+                [&](u32 at) {
+                    const Output node = waiting(p, unit, at);
+                    float left[2], right[2];
+                    join_figures(node, unit, top, sum, left, right);
+                    mark_wait(&handed.free, turns % 2 ^ 1);
+                    if (t == 0) factors[row] = left[0], factors[row + 8] = left[1];
+                    if (t == 0) factors[ROWS + row] = right[0], factors[ROWS + row + 8] = right[1];
+                    mark_arrive(&handed.there);
+                    turns++;
+                    join_half(node, unit, out, 0, left, right);
+                },
+                [&](u32 at) {
+                    const Output node = waiting(p, unit, at);
+                    put_figures(node, unit, top, sum);
+                    put_half(node, unit, out, 0);
+                    clear(out);
+                    top[0] = top[1] = -infinity(), sum[0] = sum[1] = 0.0f;
+                });
         }
 
         float factor[2];
@@ -263,40 +298,60 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
 }
 
 DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
-    const float* factors = reinterpret_cast<const float*>(shared + FACTORS_AT);
-    const u32 row = my_row();
     Turn turn{0, 0};
     Handed& handed = handed_of(shared);
     u32 turns = 0;
     each_told(told, [&](const Unit& unit, u32) {
         float out[HALF / 2];
-        UNROLL
-        for (u32 i = 0; i < HALF / 2; i++) out[i] = 0.0f;
-        const u32 begin = unit.tile(), end = unit.tiles();
+        clear(out);
+        Leaves leaves(unit);
+        const u32 end = unit.tiles();
+        u32 tile = unit.tile();
         released(&told.queries_read);
         NO_UNROLL
-        for (u32 tile = begin; tile < end; tile++) {
-            const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
-            if (!BOXES) mark_wait(&told.full[turn.slot][0], turn.parity);
-            UNROLL
-            for (u32 i = 0; BOXES && i < HALF_COLUMNS; i++) mark_wait(&told.full[turn.slot][(HALF_COLUMNS + i) % FULLS], turn.parity);
-            mark_wait(&handed.there, turns % 2);
-            u32 packed[STEPS][4];
-            UNROLL
-            for (u32 k = 0; k < STEPS; k++) ldmatrix_x4(packed[k], weights_at(shared, k));
-            const float alpha[2] = {factors[row], factors[row + 8]};
-            mark_arrive(&handed.free);
-            turns++;
-            if (!BOXES) async_fence();
-            scaled(out, alpha[0], alpha[1]);
-            pin(out);
-            add_values(out, packed, values_at(latents, 1));
-            given_back_right(told, turn);
-            pin(out);
-            turn.next();
+        while (tile < end) {
+            const u32 stop = leaves.stop(end);
+            const bool last = stop == end;
+            NO_UNROLL
+            for (; tile < stop; tile++) {
+                const u8* latents = shared + RING_AT + turn.slot * TILE_BYTES;
+                if (!BOXES) mark_wait(&told.full[turn.slot][0], turn.parity);
+                UNROLL
+                for (u32 i = 0; BOXES && i < HALF_COLUMNS; i++) mark_wait(&told.full[turn.slot][(HALF_COLUMNS + i) % FULLS], turn.parity);
+                mark_wait(&handed.there, turns % 2);
+                u32 packed[STEPS][4];
+                UNROLL
+                for (u32 k = 0; k < STEPS; k++) ldmatrix_x4(packed[k], weights_at(shared, k));
+                const float* factors = my_factors(shared);
+                const float alpha[2] = {factors[0], factors[8]};
+                mark_arrive(&handed.free);
+                turns++;
+                if (!BOXES) async_fence();
+                scaled(out, alpha[0], alpha[1]);
+                pin(out);
+                add_values(out, packed, values_at(latents, 1));
+                given_back_right(told, turn);
+                pin(out);
+                turn.next();
+            }
+            leaves.rise(
+                unit, last,
+                [&](u32 at) {
+                    mark_wait(&handed.there, turns % 2);
+                    const float* factors = my_factors(shared);
+                    const float left[2] = {factors[0], factors[8]}, right[2] = {factors[ROWS], factors[ROWS + 8]};
+                    mark_arrive(&handed.free);
+                    turns++;
+                    join_half(waiting(p, unit, at), unit, out, 1, left, right);
+                },
+                [&](u32 at) {
+                    put_half(waiting(p, unit, at), unit, out, 1);
+                    clear(out);
+                });
         }
         mark_wait(&handed.there, turns % 2);
-        const float factor[2] = {factors[row], factors[row + 8]};
+        const float* factors = my_factors(shared);
+        const float factor[2] = {factors[0], factors[8]};
         mark_arrive(&handed.free);
         turns++;
         store(p, unit, out, 1, factor);

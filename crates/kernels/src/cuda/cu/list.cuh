@@ -21,7 +21,7 @@ struct Item {
 };
 struct Member {
     u64 partial;
-    u32 row, reserved;
+    u32 row, waits;
 };
 struct Merge {
     u32 row, q_begin, q_count, kv_head_begin, kv_head_count, part_begin, part_count, reserved;

@@ -45,6 +45,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("codes_ring.cuh"),
     file!("turned.cuh"),
     file!("latent_tasks.cuh"),
+    file!("latent_leaves.cuh"),
     file!("latent_states.cuh"),
     file!("tile.cuh"),
     file!("tile_ring.cuh"),

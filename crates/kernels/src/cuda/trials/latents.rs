@@ -172,6 +172,28 @@ fn an_item_of_many_leaves_has_the_bits_of_several_items() {
     }
 }
 
+/// So it is under many heads, where nodes wait in the workspace: as whole blocks of query vectors, of rows of one query token and of several.
+#[test]
+fn an_item_of_several_leaves_under_many_heads_has_the_bits_of_several_items() {
+    let Some(owned) = stream("an_item_of_several_leaves_under_many_heads") else { return };
+    // 1 to 6 leaves of 512 keys or of 4,096, whole and not, and rows of no key.
+    let company = [(1, 1900), (1, 1024), (2, 4200), (1, 512), (1, 513), (1, 7), (1, 0), (1, 2700)];
+    let company: Vec<Row> = company.into_iter().zip(0..).map(|((q, kv), id)| row(id, q, kv)).collect();
+    for (h, c, e, page, dtype) in [(64, 128, 64, 16, DType::F16), (128, 128, 0, 64, DType::Bf16)] {
+        let family = OverLatents { h, c, e, page, ..OverLatents::narrow() };
+        let run =
+            |level| forced::with_level(level, || family.run(&owned.stream(), &Setting::of(dtype), &company));
+        let apart = run(0);
+        for level in 1..=3 {
+            assert_eq!(apart, run(level), "{h} heads, {} leaves an item", 1 << level);
+        }
+        if context_is_hopper() {
+            let items = |level| forced::with_level(level, || family.items(&Setting::of(dtype), &company));
+            assert!(items(0) > items(1), "{}, {}", items(0), items(1));
+        }
+    }
+}
+
 /// However many blocks of a latent lie behind its value, tiles of whole pages are those that are gathered slot by slot.
 #[test]
 fn tiles_of_whole_pages_are_those_of_small_ones_whatever_lies_behind_values() {
@@ -205,6 +227,19 @@ fn tiles_in_boxes_have_the_bits_of_tiles_that_are_gathered() {
                 assert_eq!(gathered, run(page), "{h} heads, pages of {page} from position {offset} on");
             }
         }
+    }
+}
+
+/// A ring of two tiles, as models' latents have: a tile that is gathered needs all the room of the one two before it.
+#[test]
+fn a_last_tile_that_is_gathered_into_a_ring_of_two_has_the_same_bits() {
+    let Some(owned) = stream("a_last_tile_that_is_gathered") else { return };
+    for kv in [100, 250, 330] {
+        let run = |page: usize| {
+            let family = OverLatents { h: 66, c: 512, e: 64, page, ..OverLatents::narrow() };
+            family.run(&owned.stream(), &Setting::of(DType::Bf16), &[row(0, 2, kv)])
+        };
+        assert_eq!(run(16), run(64), "{kv} keys");
     }
 }
 
