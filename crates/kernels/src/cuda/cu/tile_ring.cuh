@@ -227,11 +227,13 @@ DEVICE void produce(const AttendBoxes& maps, u8* shared, Told& told) {
                                 ? row.kv_begin
                                 : u32(most(i64(row.kv_begin), i64(row.kv_len) - i64(row.q_len) - p.window_left));
         const u32 seen_hi = row.kv_len;
-        // Whether a mask leaves a key to some query of the item.
+        // Whether some query of the item sees a key that a mask leaves to it.
         auto left = [&](u32 key) {
             NO_UNROLL
-            for (u32 t = 0; t < work.q_count; t++)
-                if (masked(p, unit, t, key / 64) >> (key % 64) & 1) return true;
+            for (u32 t = 0; t < work.q_count; t++) {
+                const Reach seen = span_at(p, unit.reach, unit.first + i64(t));
+                if (key >= seen.lo && key < seen.hi && masked(p, unit, t, key / 64) >> (key % 64) & 1) return true;
+            }
             return false;
         };
         // A tile by the whole group: the threads that had nothing to do with boxes come from where they were.

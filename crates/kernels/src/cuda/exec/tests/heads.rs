@@ -52,6 +52,11 @@ fn hidden(key: usize) -> bool {
     key % 37 == 5
 }
 
+/// The mask leaves key `key` to the queries before it alone, from which a causal layer hides it.
+fn only_before(key: usize) -> bool {
+    key % 37 == 9
+}
+
 fn check<E: Half>(stream: &Stream, case: &Case, tolerance: f32) {
     let Case { group, widths: (d, dv), page, rows, variant, masked } = case;
     let (group, d, dv, page) = (*group, *d, *dv, *page);
@@ -65,6 +70,9 @@ fn check<E: Half>(stream: &Stream, case: &Case, tolerance: f32) {
         for query in 0..q {
             let mut seen: Vec<u8> = (0..kv).map(|key| u8::from((key * 7 + query) % 5 != 0)).collect();
             (0..kv).filter(|&key| hidden(key)).for_each(|key| seen[key] = 0);
+            (0..kv)
+                .filter(|&key| only_before(key))
+                .for_each(|key| seen[key] = u8::from(kv + query < key + q));
             visible.extend(seen);
         }
         begin.push(visible.len() as i64);
@@ -85,7 +93,8 @@ fn check<E: Half>(stream: &Stream, case: &Case, tolerance: f32) {
     let fill = |width: usize, salt: usize| -> Vec<E> {
         let mut all = vec![E::of(f32::NAN); pool * page * G * width];
         for (row, &(_, kv)) in rows.iter().enumerate() {
-            for key in (0..kv).filter(|&key| !(*masked && hidden(key))) {
+            let nobody = |key: usize| hidden(key) || variant.causal && only_before(key);
+            for key in (0..kv).filter(|&key| !(*masked && nobody(key))) {
                 let slot = indices[indptr[row] as usize + key / page] as usize * page + key % page;
                 for at in slot * G * width..(slot + 1) * G * width {
                     all[at] = E::of(number(at, salt));
