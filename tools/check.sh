@@ -34,6 +34,15 @@ examples() {
     done
 }
 
+# What groups of a block tell each other, where some of them come late and copies come as they like.
+out_of_order() {
+    local seed
+    for seed in 1 2 3; do
+        MSTAR_EMULATOR_SEED=$seed cargo test -q --locked -p mstar-kernels --features paged,mla,dense,flex,dsa,emulator --lib -- \
+            cuda::trials::segments cuda::trials::latents cuda::exec::tests::heads
+    done
+}
+
 # In a program that must not unwind, a run ends as elsewhere, and a refusal is an exit code and no abort.
 panic_abort() {
     cargo build -q --locked --profile abort -p mstar
@@ -63,6 +72,7 @@ step "quickstart" bash -c "$(sed -n 's/^\(cargo run .*\)$/\1/p' README.md | head
 step "kernels" bash tools/kernels.sh
 step "an emulated device" cargo test -q --locked -p mstar-kernels --features paged,mla,dense,flex,dsa,emulator --lib -- \
     cuda:: device::
+step "the same out of order" out_of_order
 # On a card that has `wgmma`: what runs where it is not wanted.
 step "mma by name" env MSTAR_KERNELS=mma cargo test -q --locked -p mstar-kernels --features paged,mla,dense,flex,dsa,emulator --lib -- \
     dsa:: cuda::trials::faults::sparse

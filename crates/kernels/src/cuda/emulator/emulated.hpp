@@ -157,6 +157,33 @@ static void entry() {
     fail("a fiber that ended was resumed");
 }
 
+// Where MSTAR_EMULATOR_SEED has a number, warps and groups are held up for a while now and then, and copies land before all threads wait
+// for them and in another order than they were asked for: one of the orders that a card may have, the same for the same number. Without
+// one, every thread goes as far as it can and copies come as late as they can.
+struct Chance {
+    u64 state = 0;
+    u32 round = 0, until[32] = {};
+
+    Chance(u32 block) {
+        const char* asked = std::getenv("MSTAR_EMULATOR_SEED");
+        if (asked) state = (std::strtoull(asked, nullptr, 10) + 1) * 0x9e3779b97f4a7c15ull ^ block * 0xd1342543de82ef95ull ^ 1;
+    }
+    u32 below(u32 end) {
+        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+        return u32((state >> 32) * end >> 32);
+    }
+    // One of `count`, in one of `times` rounds; else none of them.
+    u32 one_of(u32 count, u32 times) { return state && count && below(times) == 0 ? below(count) : count; }
+    // Another round: some warps, or groups of four, are held up for the next ones.
+    void hold(u32 warps) {
+        round++;
+        if (!state || below(4) != 0) return;
+        const u32 warp = below(warps), rounds = 1 + below(below(8) == 0 ? 300 : 20), all = below(2) ? 4 : 1;
+        for (u32 w = warp / all * all; w < warps && w < warp / all * all + all; w++) until[w] = round + rounds;
+    }
+    bool holds(u32 warp) const { return state && until[warp] > round; }
+};
+
 struct Grid {
     u32 gx, gy, gz, block, shared, registers;
     const void* params;
@@ -194,11 +221,24 @@ struct Grid {
             fiber.stack_pointer = top;
         }
         u32 left = block;
+        Chance chance(index);
         while (left > 0) {
             bool moved = false;
+            const u32 early = chance.one_of(u32(b.late.size()), 2);
+            if (early < b.late.size()) {
+                Late late = std::move(b.late[early]);
+                b.late.erase(b.late.begin() + early);
+                land(late.copies);
+                late.arrive(late.mark, late.bytes);
+            }
+            chance.hold((block + 31) / 32);
             for (u32 i = 0; i < block; i++) {
                 Fiber& fiber = fibers[i];
                 if (fiber.done || (fiber.waits_for && *fiber.waits_for == fiber.waits_at)) continue;
+                if (chance.holds(i / 32)) {
+                    moved = true;
+                    continue;
+                }
                 now = &fiber;
                 switch_to(&b.scheduler, fiber.stack_pointer);
                 moved = true;
