@@ -147,10 +147,14 @@ static void land(std::vector<Copy>& copies) {
 static void entry() {
     Fiber* self = now;
     self->block->body(self->block->params);
+    // Those that a mark stands for have until the block ends.
+    auto forgotten = [](const std::vector<Copy>& some) {
+        return std::any_of(some.begin(), some.end(), [](auto& copy) { return !copy.landed; });
+    };
     for (auto& group : self->groups) {
-        if (!group.empty()) fail("a thread ended with a cp.async under way");
+        if (forgotten(group)) fail("a thread ended with a cp.async under way");
     }
-    if (!self->open.empty()) fail("a thread ended with a cp.async that it had not committed");
+    if (forgotten(self->open)) fail("a thread ended with a cp.async that it had not committed");
     if (self->products.size() > 1 || !self->products[0].empty()) fail("a thread ended with products under way");
     self->done = true;
     yield();
