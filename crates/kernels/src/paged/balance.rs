@@ -204,7 +204,7 @@ fn shares_pages(list: &WorkList, rows: &[Row]) -> bool {
 mod tests {
     use crate::paged::renew::tests::{Batch, S};
     use crate::paged::{Geometry, Variant, schedule};
-    use crate::{DType, Kernels, mla};
+    use crate::{DType, Kernels};
 
     use super::*;
 
@@ -236,19 +236,7 @@ mod tests {
     }
 
     fn latents(kv_lens: &[usize], heads: usize) -> WorkList {
-        let geometry = mla::Geometry {
-            num_qo_heads: heads,
-            kv_lora_rank: 512,
-            qk_rope_head_dim: 64,
-            page_size: S,
-            q_dtype: DType::Bf16,
-            kv_dtype: DType::Bf16,
-        };
-        let variant = mla::Variant { sm_scale: 1.0, causal: true };
-        let (batch, options) = (Batch::of(kv_lens, 1, 0), options(Schedule::Throughput));
-        let mut list = WorkList::default();
-        mla::schedule(&geometry, &variant, &batch.table(), &options, &mut list).unwrap();
-        list
+        Batch::of(kv_lens, 1, 0).over_latents(heads, &options(Schedule::Throughput))
     }
 
     /// Keys of the longest item, and items.

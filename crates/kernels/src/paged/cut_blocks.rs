@@ -448,29 +448,18 @@ pub(crate) mod forced {
     }
 }
 
-#[cfg(all(test, feature = "mla"))]
+#[cfg(all(test, feature = "paged", feature = "mla"))]
 mod tests {
-    use crate::paged::renew::tests::{Batch, S};
+    use crate::paged::renew::tests::Batch;
     use crate::paged::{ScheduleOptions, Target};
-    use crate::{DType, mla};
 
     use super::*;
 
     /// Items of a batch of rows of one query token over latents on a Hopper, and the leaves of the longest.
     fn items(kv_lens: &[usize], heads: usize) -> (usize, u32) {
-        let geometry = mla::Geometry {
-            num_qo_heads: heads,
-            kv_lora_rank: 512,
-            qk_rope_head_dim: 64,
-            page_size: S,
-            q_dtype: DType::Bf16,
-            kv_dtype: DType::Bf16,
-        };
-        let variant = mla::Variant { sm_scale: 1.0, causal: true };
         let options =
             ScheduleOptions { target: Target::Blocks, kernels: Kernels::Wgmma, ..ScheduleOptions::default() };
-        let mut list = WorkList::default();
-        mla::schedule(&geometry, &variant, &Batch::of(kv_lens, 1, 0).table(), &options, &mut list).unwrap();
+        let list = Batch::of(kv_lens, 1, 0).over_latents(heads, &options);
         let longest = list.items.iter().map(|item| item.leaf_end - item.leaf_begin).max().unwrap_or(0);
         (list.items.len(), longest)
     }

@@ -177,6 +177,23 @@ pub(super) mod tests {
                 ..PageTable::default()
             }
         }
+
+        /// The list of these rows over latents of 512 and 64 lanes, under so many heads.
+        #[cfg(feature = "mla")]
+        pub(in crate::paged) fn over_latents(&self, heads: usize, options: &ScheduleOptions) -> WorkList {
+            let geometry = crate::mla::Geometry {
+                num_qo_heads: heads,
+                kv_lora_rank: 512,
+                qk_rope_head_dim: 64,
+                page_size: S,
+                q_dtype: DType::Bf16,
+                kv_dtype: DType::Bf16,
+            };
+            let variant = crate::mla::Variant { sm_scale: 1.0, causal: true };
+            let mut list = WorkList::default();
+            crate::mla::schedule(&geometry, &variant, &self.table(), options, &mut list).unwrap();
+            list
+        }
     }
 
     fn geometry() -> Geometry {

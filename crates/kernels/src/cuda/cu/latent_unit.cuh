@@ -1,5 +1,8 @@
 // What the Hopper's kernels over latents share, whatever their tiles are made of: what a block works on, and what its groups do alike.
 //
+// A kernel's `Told` has marks `queries` (told of, and there) and `queries_read`, and `units[2]`, what the block works on, in turn: of which
+// `over` says that there is no more.
+//
 // Items of more than ROWS query vectors are cut into pieces, which read the same latents. Tiles lie at multiples of KEYS, so that what
 // else a block works on changes no bit.
 //
@@ -89,4 +92,60 @@ DEVICE void put(u8* to, const Element* a, const Element* b, u32 at, u32 C, u32 D
         words[i] = pair;
     }
     store16(to, U4{words[0], words[1], words[2], words[3]});
+}
+
+// The arrival of a thread whose copies, or plain stores, are on their way.
+DEVICE void announce(Mark* mark, bool aligned) {
+    if (aligned) {
+        mark_arrive_after_copies(mark);
+    } else {
+        async_fence();
+        mark_arrive(mark);
+    }
+}
+
+// Tells of a unit, the count-th of them, as soon as the one two before it is read. By all threads that produce, of which this is number
+// `thread`: each arrives for the unit's queries behind this, so that none of them waits for a mark that has turned twice.
+template <class Told, class Unit>
+DEVICE void tell(Told& told, const Unit& unit, u32 count, u32 thread) {
+    mark_wait(&told.queries_read, count % 2 ^ 1);
+    // Copies arrive by themselves, which says nothing of what was stored: that has an arrival of its own.
+    if (thread == 0) {
+        told.units[count % 2] = unit;
+        mark_arrive(&told.queries);
+    }
+}
+// That there is no more to do.
+template <class Told>
+DEVICE void tell_over(Told& told, u32 count, u32 thread) {
+    mark_wait(&told.queries_read, count % 2 ^ 1);
+    if (thread == 0) {
+        told.units[count % 2].over = true;
+        mark_arrive(&told.queries);
+    }
+}
+// The same where each thread's copies arrive; then waits for them.
+template <class Told>
+DEVICE void tell_end(Told& told, u32 count, u32 thread, bool aligned) {
+    tell_over(told, count, thread);
+    announce(&told.queries, aligned);
+    cp_async_commit();
+    cp_async_wait<0>();
+}
+
+// ---- consumers ----
+
+// The descriptor of what lies so many bytes behind; addresses never carry out of the lower word.
+DEVICE u64 after(u64 desc, u32 bytes) { return (desc & ~0xffffffffull) | (u32(desc) + (bytes >> 4)); }
+
+// Calls `each(unit, count)` for what the producer tells of; in the order in which it does.
+template <class Told, class Each>
+DEVICE void each_told(Told& told, Each each) {
+    NO_UNROLL
+    for (u32 count = 0;; count++) {
+        mark_wait(&told.queries, count % 2);
+        const auto& unit = told.units[count % 2];
+        if (unit.over) break;
+        each(unit, count);
+    }
 }

@@ -199,7 +199,7 @@ DEVICE void gathered() {
 
 // Tells of the count-th unit, none: there is no more, as soon as there is room for its queries. By the warp that asks for boxes: to
 // another one that comes late, when the unit may be over, a mark that has turned twice would look as if it had not.
-DEVICE void tell_of(Told& told, const Unit* unit, u32 count) {
+DEVICE void tell(Told& told, const Unit* unit, u32 count) {
     const Turn turn = query_turn(count);
     mark_wait(&told.queries_read[turn.slot], turn.parity ^ 1);
     if (thread_x() % GROUP != 0) return;
@@ -328,7 +328,7 @@ DEVICE void produce(const AttendBoxes& maps, u8* shared, Told& told) {
         for (u32 tile = begin; tile <= end; tile++) {
             if (tile < end) bring_keys(tile * KEYS, pages);
             if (tile == begin) {
-                if (asks) tell_of(told, &unit, count);
+                if (asks) tell(told, &unit, count);
                 bring_queries();
                 count += 1;
             } else {
@@ -338,7 +338,7 @@ DEVICE void produce(const AttendBoxes& maps, u8* shared, Told& told) {
             if (tile + 1 < end) pages = pages_at(tile + 1);
         }
     });
-    if (asks) tell_of(told, nullptr, count);
+    if (asks) tell(told, nullptr, count);
     if (thread == 0) mark_arrive(&told.queries[count % QUERY_STAGES]);
 }
 
