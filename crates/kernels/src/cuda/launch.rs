@@ -54,7 +54,7 @@ impl Function {
         self.context.device()
     }
 
-    /// What the compiler made of it. All 0 but `max_threads` on the emulated device.
+    /// What the compiler made of it. All 0 but `max_threads` and `cluster` on the emulated device.
     ///
     /// # Errors
     /// [`Error::Cuda`].

@@ -8,6 +8,7 @@ use super::*;
 use crate::{Buffer, DType, Device, Error, Result, Stream, copy, copy_async, fill};
 
 mod boxes;
+mod cluster;
 mod memory;
 mod products;
 

@@ -66,7 +66,8 @@ pub(crate) struct Properties {
 pub enum Image<'a> {
     /// Machine code for the device's architecture, as NVRTC makes it. Of the driver alone.
     Cubin(&'a [u8]),
-    /// A shared object, whose functions are called `NAME__run`. Of the emulated device alone.
+    /// A shared object, whose functions are called `NAME__run`; where it has a word `NAME__cluster`, so many blocks are a cluster. Of the
+    /// emulated device alone.
     SharedObject(&'a Path),
 }
 
@@ -102,6 +103,8 @@ pub struct FunctionAttributes {
     pub static_shared_bytes: u32,
     /// The most threads that a block may have.
     pub max_threads: u32,
+    /// Blocks of a cluster, of which a grid's x is a multiple; 1 for a kernel without clusters.
+    pub cluster: u32,
 }
 
 /// Which way bytes go.

@@ -245,7 +245,13 @@ impl Api for Paper {
     }
 
     unsafe fn attributes(&self, _context: Handle, _function: Handle) -> Called<FunctionAttributes> {
-        Ok(FunctionAttributes { registers: 0, local_bytes: 0, static_shared_bytes: 0, max_threads: 1024 })
+        Ok(FunctionAttributes {
+            registers: 0,
+            local_bytes: 0,
+            static_shared_bytes: 0,
+            max_threads: 1024,
+            cluster: 1,
+        })
     }
 
     unsafe fn blocks_per_sm(

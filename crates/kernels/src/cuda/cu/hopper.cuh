@@ -1,5 +1,5 @@
 // The instructions that Hopper has and others have not: products of a whole warpgroup out of shared memory, and marks that copies
-// arrive at. Beside ptx.cuh the only file with inline assembly. What includes it compiles for sm_90a, and for the emulator.
+// arrive at. What includes it compiles for sm_90a, and for the emulator.
 //
 // A *group* is 128 threads from a multiple of 128 on; what is said of a group is called by all of it together.
 #pragma once

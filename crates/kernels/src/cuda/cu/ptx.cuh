@@ -1,4 +1,4 @@
-// The machine as kernels see it: types, threads, and one function an instruction. The only file with inline assembly.
+// The machine as kernels see it: types, threads, and one function an instruction. Inline assembly is here, in hopper.cuh and in cluster.cuh alone.
 //
 // Kernels use what is declared here and nothing else, so that the same text is compiled by NVRTC for a device and, with
 // MSTAR_EMULATED, by a host compiler for the emulator (emulator/emulated.hpp declares the same names). Rules that make that
@@ -31,9 +31,13 @@ struct F16 {
 
 #define DEVICE __device__ __forceinline__
 // A kernel is what follows, behind `after_earlier`: whichever it is, it may be launched before those ahead of it have ended.
-#define MSTAR_KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS)                                                              \
+#define MSTAR_KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS) MSTAR_KERNEL_AS(NAME, PARAMS, __launch_bounds__(THREADS, MIN_BLOCKS))
+// The same, CLUSTER blocks along x at once on neighbouring multiprocessors, which reach each other's shared memory (cluster.cuh).
+#define MSTAR_KERNEL_OF_CLUSTERS(NAME, PARAMS, THREADS, MIN_BLOCKS, CLUSTER)                                         \
+    MSTAR_KERNEL_AS(NAME, PARAMS, __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, MIN_BLOCKS))
+#define MSTAR_KERNEL_AS(NAME, PARAMS, HOW)                                                                           \
     DEVICE void NAME##__body(const PARAMS& p);                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) NAME(const __grid_constant__ PARAMS p) {       \
+    extern "C" __global__ void HOW NAME(const __grid_constant__ PARAMS p) {                                          \
         after_earlier();                                                                                             \
         NAME##__body(p);                                                                                             \
     }                                                                                                                \

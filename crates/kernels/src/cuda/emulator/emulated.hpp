@@ -23,13 +23,17 @@
 #define DEVICE static inline
 #define UNROLL
 #define NO_UNROLL
-#define MSTAR_KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS)                                                              \
+#define MSTAR_KERNEL(NAME, PARAMS, THREADS, MIN_BLOCKS) MSTAR_KERNEL_OF_CLUSTERS(NAME, PARAMS, THREADS, MIN_BLOCKS, 1)
+#define MSTAR_KERNEL_OF_CLUSTERS(NAME, PARAMS, THREADS, MIN_BLOCKS, CLUSTER)                                         \
     static void NAME##__body(const PARAMS& p);                                                                       \
+    extern "C" {                                                                                                     \
+    u32 NAME##__cluster = CLUSTER;                                                                                   \
+    }                                                                                                                \
     extern "C" int NAME##__run(u32 gx, u32 gy, u32 gz, u32 block, u32 shared, const void* params) {                  \
         if (block > (THREADS)) emulated::fail("more threads than the kernel's launch bounds");                       \
         PARAMS copy;                                                                                                 \
         std::memcpy(&copy, params, sizeof copy);                                                                     \
-        emulated::Grid grid{gx, gy, gz, block, shared, emulated::at_launch(THREADS, MIN_BLOCKS), &copy,              \
+        emulated::Grid grid{gx, gy, gz, CLUSTER, block, shared, emulated::at_launch(THREADS, MIN_BLOCKS), &copy,     \
                             [](const void* p) { NAME##__body(*static_cast<const PARAMS*>(p)); }};                    \
         grid.run();                                                                                                  \
         return 0;                                                                                                    \
@@ -55,6 +59,7 @@ struct Copy {
     const void* from;  // null: zeros
     u32 bytes = 16;
     std::shared_ptr<bool> landed = nullptr;  // of one that a mark stands for and that is waited for too: whichever comes first
+    std::shared_ptr<U4> value = nullptr;     // what `from` is, where it is nobody's memory
 };
 
 struct Block;
@@ -68,13 +73,18 @@ struct Pending {
     double (*half)(u16);
 };
 
-// Copies that nobody's thread waits for: they land when nothing else can go on, and then arrive.
+// What nobody's thread waits for: copies, which land when nothing else can go on, and then arrive.
 struct Late {
     std::vector<Copy> copies;
     void* mark;
-    void (*arrive)(void*, u32 bytes);
+    void (*arrive)(const Late&);
     u32 bytes;
+    Block* to;                    // where the mark is, and what is copied to
+    Block* from = nullptr;        // whose shared memory is copied
+    u32 barrier = 0;              // of the cluster, which a remote arrival comes before; of what a mark alone tells of, NONE
+    bool handing = false;         // with what a peer stored
 };
+constexpr u32 NONE = ~0u;
 
 struct Fiber {
     void* stack_pointer = nullptr;
@@ -82,6 +92,8 @@ struct Fiber {
     bool done = false;
     const u32* waits_for = nullptr;  // runs on when *waits_for != waits_at
     u32 waits_at = 0;
+    u32 clusters = 0;  // barriers of the cluster that it has arrived at
+    bool arrived = false;  // at one that it has not waited at
     Block* block = nullptr;
     std::vector<std::vector<Copy>> groups;
     std::vector<Copy> open;
@@ -99,19 +111,37 @@ struct Barrier {
     bool said[2] = {false, false};
 };
 
+struct Cluster;
+
 struct Block {
-    u32 x, y, z, gx, gy, gz, size;
+    u32 x, y, z, gx, gy, gz, size, rank, left;  // left: threads that have not ended
     u8* shared;
     u32 shared_bytes;
-    std::vector<Late> late;
     u32 registers[32], free, given;  // of each warp's threads; nobody's; how often some were given away
     std::map<void*, i64> owed;  // bytes that marks were promised and that have not landed
+    // What peers did here that this block may not have heard of: at a mark (the phase in which, and the barrier before which, it came), and
+    // loads and stores of each (the barrier that they come before).
+    struct Sent {
+        u32 phase, barrier;
+    };
+    std::map<void*, Sent> sent;
+    std::map<u32, u32> touched;
+    std::map<void*, bool> handed;  // marks that peers hand over at
+    std::vector<Copy> stores;      // of its own threads in peers' memory, not handed over
     Fiber* fibers;
     Exchange* warps;
     Barrier barriers[16];
+    Cluster* cluster;
     void* scheduler;
     const void* params;
     void (*body)(const void*);
+};
+
+// Blocks that run side by side; of most kernels it is one.
+struct Cluster {
+    std::vector<Block> blocks;
+    std::vector<Late> late;
+    u32 generation = 0, arrived = 0, left;
 };
 
 static thread_local Fiber* now = nullptr;
@@ -144,6 +174,49 @@ static void land(std::vector<Copy>& copies) {
     copies.clear();
 }
 
+static void land(Late late) {
+    land(late.copies);
+    late.arrive(late);
+}
+
+// What comes next of what is late.
+static void land_one(Cluster& cluster, u32 which) {
+    Late late = std::move(cluster.late[which]);
+    cluster.late.erase(cluster.late.begin() + which);
+    land(std::move(late));
+}
+
+// Lets those on who wait at the cluster's barrier, if all others have come or ended. Arrivals that came before it have landed then.
+static void cluster_barrier(Cluster& cluster) {
+    if (cluster.arrived == 0 || cluster.arrived < cluster.left) return;
+    cluster.arrived = 0;
+    cluster.generation++;
+    for (u32 i = 0; i < cluster.late.size();) {
+        const u32 barrier = cluster.late[i].barrier;
+        if (barrier != 0 && barrier <= cluster.generation) land_one(cluster, i);
+        else i++;
+    }
+}
+
+// The last thread of a block has ended: what may still come to it?
+static void ended(const Block& block) {
+    const Cluster& cluster = *block.cluster;
+    for (const Late& late : cluster.late) {
+        if (late.to == &block) fail("a block ended with copies under way that a mark stands for, or a peer's arrival");
+        if (late.from == &block) fail("a block ended before what it sends had left it");
+    }
+    for (auto& owed : block.owed) {
+        if (owed.second) fail("a block ended with bytes that a mark was promised, or that none was");
+    }
+    if (!block.stores.empty()) fail("a block ended with stores in a peer's memory that it handed over to nobody");
+    for (auto& sent : block.sent) {
+        if (sent.second.barrier > cluster.generation) fail("a block ended at whose mark a peer arrived, and it has not waited for that");
+    }
+    for (auto& touched : block.touched) {
+        if (touched.second > cluster.generation) fail("a block ended while a peer may still touch its memory");
+    }
+}
+
 static void entry() {
     Fiber* self = now;
     self->block->body(self->block->params);
@@ -156,7 +229,12 @@ static void entry() {
     }
     if (forgotten(self->open)) fail("a thread ended with a cp.async that it had not committed");
     if (self->products.size() > 1 || !self->products[0].empty()) fail("a thread ended with products under way");
+    if (self->arrived) fail("a thread ended between cluster_arrive and cluster_wait");
     self->done = true;
+    Block& block = *self->block;
+    block.left--, block.cluster->left--;
+    if (block.left == 0) ended(block);
+    cluster_barrier(*block.cluster);
     yield();
     fail("a fiber that ended was resumed");
 }
@@ -166,9 +244,10 @@ static void entry() {
 // one, every thread goes as far as it can and copies come as late as they can.
 struct Chance {
     u64 state = 0;
-    u32 round = 0, until[32] = {};
+    u32 round = 0;
+    std::vector<u32> until;
 
-    Chance(u32 block) {
+    Chance(u32 block, u32 warps) : until(warps) {
         const char* asked = std::getenv("MSTAR_EMULATOR_SEED");
         if (asked) state = (std::strtoull(asked, nullptr, 10) + 1) * 0x9e3779b97f4a7c15ull ^ block * 0xd1342543de82ef95ull ^ 1;
     }
@@ -178,34 +257,36 @@ struct Chance {
     }
     // One of `count`, in one of `times` rounds; else none of them.
     u32 one_of(u32 count, u32 times) { return state && count && below(times) == 0 ? below(count) : count; }
-    // Another round: some warps, or groups of four, are held up for the next ones.
-    void hold(u32 warps) {
+    // Another round: some warps, or groups of four, or a block of a cluster, are held up for the next ones.
+    void hold(u32 blocks) {
         round++;
         if (!state || below(4) != 0) return;
-        const u32 warp = below(warps), rounds = 1 + below(below(8) == 0 ? 300 : 20), all = below(2) ? 4 : 1;
+        const u32 warps = u32(until.size());
+        const u32 warp = below(warps), rounds = 1 + below(below(8) == 0 ? 300 : 20);
+        const u32 all = blocks > 1 && below(8) == 0 ? warps / blocks : below(2) ? 4 : 1;
         for (u32 w = warp / all * all; w < warps && w < warp / all * all + all; w++) until[w] = round + rounds;
     }
     bool holds(u32 warp) const { return state && until[warp] > round; }
 };
 
 struct Grid {
-    u32 gx, gy, gz, block, shared, registers;
+    u32 gx, gy, gz, cluster, block, shared, registers;
     const void* params;
     void (*body)(const void*);
 
-    void one(u32 index, std::vector<Fiber>& fibers, u8* memory) const {
+    // A block of a cluster at its start.
+    void start(Block& b, u32 index, Fiber* fibers, Exchange* warps, u8* memory) const {
         std::memset(memory, 0xff, shared);
-        std::vector<Exchange> warps((block + 31) / 32);
-        Block b{};
         b.x = index % gx;
         b.y = index / gx % gy;
         b.z = index / gx / gy;
-        b.gx = gx, b.gy = gy, b.gz = gz, b.size = block;
+        b.gx = gx, b.gy = gy, b.gz = gz, b.size = b.left = block;
+        b.rank = index % cluster;
         for (u32& each : b.registers) each = registers;
         b.shared = memory;
         b.shared_bytes = shared;
-        b.fibers = fibers.data();
-        b.warps = warps.data();
+        b.fibers = fibers;
+        b.warps = warps;
         b.params = params;
         b.body = body;
         for (u32 i = 0; i < block; i++) {
@@ -213,6 +294,8 @@ struct Grid {
             fiber.id = i;
             fiber.done = false;
             fiber.waits_for = nullptr;
+            fiber.clusters = 0;
+            fiber.arrived = false;
             fiber.block = &b;
             fiber.groups.clear();
             fiber.open.clear();
@@ -224,43 +307,46 @@ struct Grid {
             std::memset(top, 0, 6 * sizeof *top);
             fiber.stack_pointer = top;
         }
-        u32 left = block;
-        Chance chance(index);
-        while (left > 0) {
+    }
+
+    // The blocks from `index` on that are a cluster. `apart`: bytes from one's memory to the next one's.
+    void one(u32 index, std::vector<Fiber>& fibers, u8* memory, u32 apart) const {
+        const u32 warps = (block + 31) / 32;
+        std::vector<Exchange> exchanges(warps * cluster);
+        Cluster all{};
+        all.blocks.resize(cluster);
+        all.left = block * cluster;
+        for (u32 i = 0; i < cluster; i++) {
+            Block& b = all.blocks[i];
+            b = Block{};
+            b.cluster = &all;
+            start(b, index + i, &fibers[i * block], &exchanges[i * warps], memory + i * apart);
+        }
+        Chance chance(index, warps * cluster);
+        while (all.left > 0) {
             bool moved = false;
-            const u32 early = chance.one_of(u32(b.late.size()), 2);
-            if (early < b.late.size()) {
-                Late late = std::move(b.late[early]);
-                b.late.erase(b.late.begin() + early);
-                land(late.copies);
-                late.arrive(late.mark, late.bytes);
-            }
-            chance.hold((block + 31) / 32);
-            for (u32 i = 0; i < block; i++) {
+            const u32 early = chance.one_of(u32(all.late.size()), 2);
+            if (early < all.late.size()) land_one(all, early);
+            chance.hold(cluster);
+            for (u32 i = 0; i < block * cluster; i++) {
                 Fiber& fiber = fibers[i];
                 if (fiber.done || (fiber.waits_for && *fiber.waits_for == fiber.waits_at)) continue;
-                if (chance.holds(i / 32)) {
+                if (chance.holds(i / block * warps + i % block / 32)) {
                     moved = true;
                     continue;
                 }
                 now = &fiber;
-                switch_to(&b.scheduler, fiber.stack_pointer);
+                switch_to(&fiber.block->scheduler, fiber.stack_pointer);
                 moved = true;
-                left -= fiber.done;
             }
             if (moved) continue;
-            for (u32 i = 0; i < block && b.late.empty(); i++) {
-                if (fibers[i].waits_for == &b.given) fail("a group waits for registers that no other gives away (setmaxnreg)");
+            for (u32 i = 0; i < block * cluster && all.late.empty(); i++) {
+                const Fiber& fiber = fibers[i];
+                if (fiber.done) continue;
+                if (fiber.waits_for == &fiber.block->given) fail("a group waits for registers that no other gives away (setmaxnreg)");
             }
-            if (b.late.empty()) fail("threads of a block wait for each other: a barrier or a collective that not all reach");
-            Late late = std::move(b.late.front());
-            b.late.erase(b.late.begin());
-            land(late.copies);
-            late.arrive(late.mark, late.bytes);
-        }
-        if (!b.late.empty()) fail("a block ended with copies under way that a mark stands for");
-        for (auto& owed : b.owed) {
-            if (owed.second) fail("a block ended with bytes that a mark was promised, or that none was");
+            if (all.late.empty()) fail("threads of a block wait for each other: a barrier or a collective that not all reach");
+            land_one(all, 0);
         }
     }
 
@@ -268,20 +354,22 @@ struct Grid {
 
     void run() const {
         if (block == 0 || block % 32 != 0 || block > 1024) fail("a block has 32 to 1024 threads, whole warps");
-        u32 blocks = gx * gy * gz;
+        if (cluster == 0 || cluster > 8 || gx % cluster != 0) fail("a grid's x is a multiple of its clusters, which are at most 8 blocks");
+        u32 clusters = gx / cluster * gy * gz;
         const char* asked = std::getenv("MSTAR_EMULATOR_THREADS");
         u32 workers = asked ? std::atoi(asked) : std::thread::hardware_concurrency();
-        workers = workers < 1 ? 1 : workers > blocks ? (blocks ? blocks : 1) : workers;
+        workers = workers < 1 ? 1 : workers > clusters ? (clusters ? clusters : 1) : workers;
         std::atomic<u32> next{0};
         auto work = [&] {
             // Left as it comes: to clear it would touch every page of it.
-            std::unique_ptr<u8[]> stacks(new u8[block * STACK + 64]);
+            std::unique_ptr<u8[]> stacks(new u8[cluster * block * STACK + 64]);
             u8* first = reinterpret_cast<u8*>((reinterpret_cast<size_t>(stacks.get()) + 63) / 64 * 64);
-            std::vector<u8> memory(shared + 1024);
+            const u32 apart = (shared + 1023) / 1024 * 1024;
+            std::vector<u8> memory(cluster * apart + 1024);
             u8* aligned = reinterpret_cast<u8*>((reinterpret_cast<size_t>(memory.data()) + 1023) / 1024 * 1024);
-            std::vector<Fiber> fibers(block);
-            for (u32 i = 0; i < block; i++) fibers[i].stack = first + i * STACK;
-            for (u32 i; (i = next.fetch_add(1)) < blocks;) one(i, fibers, aligned);
+            std::vector<Fiber> fibers(cluster * block);
+            for (u32 i = 0; i < cluster * block; i++) fibers[i].stack = first + i * STACK;
+            for (u32 i; (i = next.fetch_add(1)) < clusters;) one(i * cluster, fibers, aligned, apart);
         };
         std::vector<std::thread> others;
         for (u32 i = 1; i < workers; i++) others.emplace_back(work);
@@ -331,7 +419,7 @@ static inline void barrier_arrive(u32 id, u32 count) {
     }
 }
 
-enum : u32 { XOR, IDX, UP, BALLOT, MATCH, ADD, MAX, SYNC, LDMATRIX, MMA, PRODUCT, STMATRIX, TRANSPOSE, ELECT };
+enum : u32 { XOR, IDX, UP, BALLOT, MATCH, ADD, MAX, SYNC, LDMATRIX, MMA, PRODUCT, STMATRIX, TRANSPOSE, ELECT, MEET };
 
 template <class T>
 static inline u32 word(T v) {

@@ -18,21 +18,42 @@ static inline Phase* phase_of(Mark* mark) {
     return phase;
 }
 // Whether all of a phase has come: arrivals, and the bytes that were promised.
-static inline void settle(Phase* phase) {
-    if (phase->missing || now->block->owed[phase]) return;
+static inline void settle(Block& block, Phase* phase) {
+    const i64 owed = block.owed[phase];
+    if (phase->missing || owed > 0) return;
+    if (owed < 0) fail("bytes came to a mark that nobody expects there");
     phase->missing = phase->count;
     phase->phase++;
 }
-static inline void arrive(void* mark, u32) {
+static inline void arrive(Block& block, void* mark) {
     Phase* phase = phase_of(static_cast<Mark*>(mark));
     if (phase->missing == 0) fail("an arrival too many: a mark waits for bytes alone");
     phase->missing--;
-    settle(phase);
+    settle(block, phase);
 }
-static inline void landed(void* mark, u32 bytes) {
-    Phase* phase = phase_of(static_cast<Mark*>(mark));
-    now->block->owed[phase] -= bytes;
-    settle(phase);
+// What a peer did at a mark: its block is to wait until the phase of now has passed, or behind the cluster's barrier.
+static inline void note(const Late& late) {
+    if (late.barrier == 0) return;
+    Phase* phase = phase_of(static_cast<Mark*>(late.mark));
+    Block::Sent& sent = late.to->sent[phase];
+    sent = Block::Sent{phase->phase, sent.phase == phase->phase && sent.barrier > late.barrier ? sent.barrier : late.barrier};
+    if (late.handing) late.to->handed[phase] = true;
+}
+static inline void arrived(const Late& late) {
+    note(late);
+    arrive(*late.to, late.mark);
+}
+static inline void landed(const Late& late) {
+    note(late);
+    Phase* phase = phase_of(static_cast<Mark*>(late.mark));
+    late.to->owed[phase] -= late.bytes;
+    settle(*late.to, phase);
+}
+// A thread of the block knows that a phase has passed.
+static inline void passed(Phase* phase) {
+    auto& sent = now->block->sent;
+    const auto at = sent.find(phase);
+    if (at != sent.end() && phase->phase > at->second.phase) sent.erase(at);
 }
 
 // A map, as api/emulated/map.rs encodes it.
@@ -45,8 +66,9 @@ struct Map {
 };
 static_assert(sizeof(Map) == sizeof(TensorMap), "as encoded");
 
-// The box of a map whose corner is `corner`, innermost first: on its way from here on.
-static inline void box(void* to, const TensorMap& encoded, const i32* corner, u32 axes, Mark* mark) {
+// The box of a map whose corner is `corner`, innermost first, on its way from here on: to a block of the cluster, at `to` and `mark` as this
+// one has them.
+static inline void box(Block& block, void* to, const TensorMap& encoded, const i32* corner, u32 axes, Mark* mark) {
     Map map;
     std::memcpy(&map, &encoded, sizeof map);
     if (map.marked != 0x4d617073) fail("a tensor map that was not encoded");
@@ -74,12 +96,13 @@ static inline void box(void* to, const TensorMap& encoded, const i32* corner, u3
             step = byte % 16 == 0 && first == last ? 16 : map.size;
             u32 place = r * row + byte;
             if (map.swizzled) place = r * 128 + ((byte / 16) ^ (offset / 128 + r) % 8) * 16 + byte % 16;
-            u8* lane = static_cast<u8*>(to) + place;
+            u8* lane = block.shared + offset + place;
             std::memset(lane, 0xff, step);
             copies.push_back({lane, first ? reinterpret_cast<const void*>(at + u64(x) * map.size) : nullptr, step});
         }
     }
-    now->block->late.push_back({std::move(copies), mark, &landed, row * rows});
+    u8* at = block.shared + (reinterpret_cast<u8*>(mark) - now->block->shared);
+    now->block->cluster->late.push_back({std::move(copies), at, &landed, row * rows, &block, nullptr, &block == now->block ? 0 : NONE});
 }
 
 template <class T>
@@ -180,25 +203,26 @@ static inline void give_registers(u32 n) {
 DEVICE void mark_init(Mark* mark, u32 count) {
     emulated::Phase phase{u16(count), u16(count), emulated::MARKED};
     std::memcpy(mark, &phase, sizeof phase);
+    emulated::now->block->handed.erase(mark);
 }
 DEVICE void marks_ready() {}
-DEVICE void mark_arrive(Mark* mark) { emulated::arrive(mark, 0); }
+DEVICE void mark_arrive(Mark* mark) { emulated::arrive(*emulated::now->block, mark); }
 DEVICE void mark_arrive_expecting(Mark* mark, u32 bytes) {
     emulated::phase_of(mark);
     emulated::now->block->owed[mark] += bytes;
-    emulated::arrive(mark, 0);
+    emulated::arrive(*emulated::now->block, mark);
 }
 DEVICE void box_2d(void* to, const TensorMap& map, i32 x, i32 y, Mark* mark) {
     const i32 corner[2] = {x, y};
-    emulated::box(to, map, corner, 2, mark);
+    emulated::box(*emulated::now->block, to, map, corner, 2, mark);
 }
 DEVICE void box_3d(void* to, const TensorMap& map, i32 x, i32 y, i32 z, Mark* mark) {
     const i32 corner[3] = {x, y, z};
-    emulated::box(to, map, corner, 3, mark);
+    emulated::box(*emulated::now->block, to, map, corner, 3, mark);
 }
 DEVICE void box_4d(void* to, const TensorMap& map, i32 x, i32 y, i32 z, i32 w, Mark* mark) {
     const i32 corner[4] = {x, y, z, w};
-    emulated::box(to, map, corner, 4, mark);
+    emulated::box(*emulated::now->block, to, map, corner, 4, mark);
 }
 DEVICE void prefetch_map(const TensorMap&) {}
 DEVICE bool elected() {
@@ -218,13 +242,23 @@ DEVICE void mark_arrive_after_copies(Mark* mark) {
     };
     for (auto& group : self->groups) stand_for(group);
     stand_for(self->open);
-    self->block->late.push_back({std::move(copies), mark, &emulated::arrive, 0});
+    self->block->cluster->late.push_back({std::move(copies), mark, &emulated::arrived, 0, self->block});
 }
-DEVICE void mark_wait(Mark* mark, u32 parity) {
-    emulated::Phase* phase = emulated::phase_of(mark);
-    while ((phase->phase & 1) == parity) emulated::wait_until_changed(&phase->phase, phase->phase);
+namespace emulated {
+static inline bool has_passed(Mark* mark, u32 parity, bool handed) {
+    Phase* phase = phase_of(mark);
+    if ((phase->phase & 1) == parity) return false;
+    if (!handed && now->block->handed.count(phase)) fail("a plain wait where peers hand over what they stored: mark_wait_handed");
+    passed(phase);
+    return true;
 }
-DEVICE bool mark_passed(Mark* mark, u32 parity) { return (emulated::phase_of(mark)->phase & 1) != parity; }
+static inline void wait(Mark* mark, u32 parity, bool handed) {
+    Phase* phase = phase_of(mark);
+    while (!has_passed(mark, parity, handed)) wait_until_changed(&phase->phase, phase->phase);
+}
+}  // namespace emulated
+DEVICE void mark_wait(Mark* mark, u32 parity) { emulated::wait(mark, parity, false); }
+DEVICE bool mark_passed(Mark* mark, u32 parity) { return emulated::has_passed(mark, parity, false); }
 DEVICE void named_arrive(u32 id, u32 count) { emulated::barrier_arrive(id, count); }
 
 DEVICE u32 group_index() { return thread_x() / 128; }

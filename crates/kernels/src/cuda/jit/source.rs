@@ -29,6 +29,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("ptx.cuh"),
     file!("codes.cuh"),
     file!("hopper.cuh"),
+    file!("cluster.cuh"),
     file!("ring.cuh"),
     file!("element.cuh"),
     file!("list.cuh"),
@@ -59,6 +60,7 @@ const HEADERS: &[(&str, &str)] = &[
     // For a host compiler alone.
     ("emulated.hpp", include_str!("../emulator/emulated.hpp")),
     ("emulated_hopper.hpp", include_str!("../emulator/emulated_hopper.hpp")),
+    ("emulated_cluster.hpp", include_str!("../emulator/emulated_cluster.hpp")),
 ];
 
 /// Whether a header is for a host compiler alone.

@@ -31,6 +31,7 @@ const INVALID_IMAGE: i32 = 200;
 const INVALID_HANDLE: i32 = 400;
 const NOT_FOUND: i32 = 500;
 const NOT_READY: i32 = 600;
+const INVALID_CLUSTER_SIZE: i32 = 912;
 const CAPTURE_UNSUPPORTED: i32 = 900;
 const CAPTURE_INVALIDATED: i32 = 901;
 const ILLEGAL_STATE: i32 = 401;
@@ -481,19 +482,24 @@ impl Api for Emulated {
         if shared > SHARED_PER_BLOCK {
             return fail("cuFuncSetAttribute", INVALID_VALUE);
         }
-        let kernel = Kernel { entry: *entry, shared: shared.max(SHARED_WITHOUT_ASKING) };
+        // SAFETY: what has this name is a word, by the same contract; it stays as the library does, and is not written.
+        let cluster = unsafe {
+            library.get::<*const u32>(format!("{name}__cluster").as_bytes()).map_or(1, |word| **word)
+        };
+        let kernel = Kernel { entry: *entry, shared: shared.max(SHARED_WITHOUT_ASKING), cluster };
         let function = state.handle();
         state.functions.insert(function.0 as usize, kernel);
         Ok(function)
     }
 
     unsafe fn attributes(&self, _context: Handle, function: Handle) -> Called<FunctionAttributes> {
-        self.state().kernel("cuFuncGetAttribute", function)?;
+        let kernel = self.state().kernel("cuFuncGetAttribute", function)?;
         Ok(FunctionAttributes {
             registers: 0,
             local_bytes: 0,
             static_shared_bytes: 0,
             max_threads: MOST_THREADS,
+            cluster: kernel.cluster,
         })
     }
 
@@ -531,6 +537,9 @@ impl Api for Emulated {
         let grid = (1..=i32::MAX as u32).contains(&x) && (1..=65535).contains(&y) && (1..=65535).contains(&z);
         if !grid || !(1..=MOST_THREADS).contains(&block) || shared > kernel.shared {
             return fail("cuLaunchKernel", INVALID_VALUE);
+        }
+        if x % kernel.cluster != 0 {
+            return fail("cuLaunchKernel", INVALID_CLUSTER_SIZE);
         }
         // SAFETY: the caller's: `bytes` bytes are there.
         let params = unsafe { work::Params::copy(params.cast(), bytes) };

@@ -17,6 +17,8 @@ pub(super) struct Kernel {
     pub(super) entry: Entry,
     /// Bytes of shared memory that it may have.
     pub(super) shared: u32,
+    /// Blocks of a cluster.
+    pub(super) cluster: u32,
 }
 
 /// Parameters up to this size are held inline, so that a launch allocates nothing.
