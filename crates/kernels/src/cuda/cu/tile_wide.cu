@@ -8,7 +8,7 @@
 // is another item's. What of it does not lies under another consumer's products, which nothing orders: see docs/perf-notes.md. Tiles start
 // at multiples of KEYS, whatever else a block works on.
 //
-// Defines: those of tile_ring.cuh.
+// Values are whole pieces of 8 wide. Defines: those of tile_ring.cuh.
 
 // Results are never in planes.
 #define ONE_PLANE
@@ -74,18 +74,31 @@ DEVICE void settle(float (&sums)[VALUES / 2], const Softmax& of) {
     for (u32 i = 0; i < VALUES / 2; i++) sums[i] *= of.shrink[i / 2 % 2];
 }
 
-// Writes a thread's rows, or their unfinished states.
+// Turns a square of words that four lanes have a column each of: word i of lane t becomes word t of lane i.
+DEVICE void turn_square(u32 (&w)[4]) {
+    UNROLL
+    for (u32 by = 1; by <= 2; by *= 2) {
+        const bool upper = lane() & by;
+        UNROLL
+        for (u32 i = 0; i < 4; i++) {
+            if (i & by) continue;
+            const u32 got = shfl_xor(upper ? w[i] : w[i + by], by);
+            if (upper) w[i] = got;
+            else w[i + by] = got;
+        }
+    }
+}
+
+// Writes a thread's rows, or their unfinished states. Results go in pieces of 16 bytes, four times fewer than pairs.
 DEVICE void leave(const Attend& p, const Unit& unit, u32 first, const Softmax& softmax, const float (&sums)[VALUES / 2]) {
     const u32 t = lane() % 4;
-    float total[2];
-    UNROLL
-    for (u32 r = 0; r < 2; r++) total[r] = row_sum(softmax.sums[r]);
     UNROLL
     for (u32 r = 0; r < 2; r++) {
-        const u32 of = first + 8 * r;
-        if (of >= unit.output.lanes) continue;
-        const float m = top_of(softmax.tops[r]), l = total[r];
+        const bool there = first + 8 * r < unit.output.lanes;
+        const u32 of = there ? first + 8 * r : 0;
+        const float m = top_of(softmax.tops[r]), l = row_sum(softmax.sums[r]);
         if (!unit.output.direct()) {
+            if (!there) continue;
             if (t == 0) *unit.output.m(of) = m, *unit.output.l(of) = l;
             // A state is padded to whole lines.
             float* to = unit.output.acc(of) + 2 * t;
@@ -94,18 +107,21 @@ DEVICE void leave(const Attend& p, const Unit& unit, u32 first, const Softmax& s
                 if (8 * n + 2 * t < p.Dv) *reinterpret_cast<Two*>(to + 8 * n) = Two{sums[4 * n + 2 * r], sums[4 * n + 2 * r + 1]};
             continue;
         }
-        const float f = finish(p, unit.output, of, m, l, t == 0);
-        T* to = output_row<T>(p, unit.output, of) + 2 * t;
-        const bool pairs = reinterpret_cast<u64>(to) % 4 == 0 && p.Dv % 2 == 0;
+        const float f = finish(p, unit.output, of, m, l, there && t == 0);
+        T* to = output_row<T>(p, unit.output, of) + 8 * t;
+        const bool aligned = reinterpret_cast<u64>(to) % 16 == 0;
         UNROLL
-        for (u32 n = 0; n < COLUMNS; n++) {
-            const u32 at = 8 * n + 2 * t;
-            const u32 pair = pack<T>(sums[4 * n + 2 * r] * f + 0.0f, sums[4 * n + 2 * r + 1] * f + 0.0f);
-            if (pairs) {
-                if (at < p.Dv) *reinterpret_cast<u32*>(to + 8 * n) = pair;
+        for (u32 n = 0; n < COLUMNS; n += 4) {
+            u32 w[4];
+            UNROLL
+            for (u32 i = 0; i < 4; i++) w[i] = pack<T>(sums[4 * (n + i) + 2 * r] * f + 0.0f, sums[4 * (n + i) + 2 * r + 1] * f + 0.0f);
+            turn_square(w);
+            if (!there || 8 * (n + t) >= p.Dv) continue;
+            if (aligned) {
+                store16(to + 8 * n, U4{w[0], w[1], w[2], w[3]});
             } else {
-                if (at < p.Dv) to[8 * n].bits = u16(pair);
-                if (at + 1 < p.Dv) to[8 * n + 1].bits = u16(pair >> 16);
+                UNROLL
+                for (u32 i = 0; i < 8; i++) to[8 * n + i].bits = u16(w[i / 2] >> (16 * (i % 2)));
             }
         }
     }
@@ -263,7 +279,7 @@ DEVICE void consume(const Attend& p, u8* shared, Told& told, u32 group) {
             pin(sums);
             values_read();
         }
-        leave(p, unit, first, ended, sums);
+        leave(p, unit, opaque(first), ended, sums);
         clear();
         if (QUERY_STAGES > 1) released(&told.queries_read[turn.slot]);
     }
