@@ -40,8 +40,10 @@ pub const EXCUSES: &[Excuse] = &[
         stack: 24,
         reason: "256 columns of sums, scores, and what rounding left of weights: a few words that products do not need lie aside",
     },
-    Excuse { unit: "merge.cu", entry: "merge", define: None, stack: 608, reason: ABOVE },
-    Excuse { unit: "picks.cu", entry: "picks_merge", define: None, stack: 608, reason: ABOVE },
+    Excuse { unit: "merge.cu", entry: "merge_few", define: None, stack: 608, reason: ABOVE },
+    Excuse { unit: "merge.cu", entry: "merge_many", define: None, stack: 608, reason: ABOVE },
+    Excuse { unit: "picks.cu", entry: "picks_merge_few", define: None, stack: 608, reason: ABOVE },
+    Excuse { unit: "picks.cu", entry: "picks_merge_many", define: None, stack: 608, reason: ABOVE },
 ];
 const ABOVE: &str =
     "nodes that wait above the 32 neighbours which a warp joins in registers; a row of fewer touches none";
@@ -77,7 +79,9 @@ fn plain() -> Vec<Key> {
 }
 
 fn merge() -> Vec<Key> {
-    [0, 1, 2].map(|dtype| Key::new(Unit::MERGE, "merge").with("Q_TYPE", dtype)).to_vec()
+    [(0, "merge_many"), (1, "merge_near"), (2, "merge_few")]
+        .map(|(dtype, entry)| Key::new(Unit::MERGE, entry).with("Q_TYPE", dtype))
+        .to_vec()
 }
 
 /// What chooses a variant over latents.
@@ -122,8 +126,14 @@ fn sparse() -> Vec<Key> {
 
 /// Around picks: a kernel of each kind, a dtype each.
 fn picks() -> Vec<Key> {
-    const SOME: [(&str, i64, i64); 4] =
-        [("picks_order", 1, 1), ("picks_merge", 2, 2), ("picks_plain", 0, 0), ("picks_plain", 2, 3)];
+    const SOME: [(&str, i64, i64); 6] = [
+        ("picks_order", 1, 1),
+        ("picks_merge_few", 2, 2),
+        ("picks_merge_near", 1, 1),
+        ("picks_merge_many", 1, 3),
+        ("picks_plain", 0, 0),
+        ("picks_plain", 2, 3),
+    ];
     let key = |(entry, q, kv)| Key::new(Unit::PICKS, entry).with("Q_TYPE", q).with("KV_TYPE", kv);
     SOME.into_iter().map(key).collect()
 }
@@ -152,13 +162,13 @@ fn scores() -> Vec<Key> {
     let wide = |values: &[i64; 7]| with_all(Key::new(Unit::SCORES_WIDE, "scores_wide"), names, *values);
     keys.extend(WIDE.iter().map(wide));
     let plain = |(q, key)| Key::new(Unit::SCORES, "scores_plain").with("Q_TYPE", q).with("KEY_TYPE", key);
-    keys.extend([(0, 0), (0, 3), (1, 2)].map(plain));
+    keys.extend([(0, 0), (1, 3)].map(plain));
     keys
 }
 
 fn select() -> Vec<Key> {
     let mut keys = ["topk_count", "topk_pick"].map(|entry| Key::new(Unit::TOPK, entry)).to_vec();
-    keys.extend((0..3).map(|dtype| Key::new(Unit::QUANTISE, "quantise").with("KEY_TYPE", dtype)));
+    keys.extend((0..2).map(|dtype| Key::new(Unit::QUANTISE, "quantise").with("KEY_TYPE", dtype)));
     keys
 }
 

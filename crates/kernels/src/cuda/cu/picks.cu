@@ -5,7 +5,7 @@
 
 #include "codes.cuh"
 #include "sparse.cuh"
-#include "tree.cuh"
+#include "near.cuh"
 
 #if Q_TYPE == 0
 typedef float Query;
@@ -220,12 +220,33 @@ DEVICE void merge_rows(const Sparse& p, u64 rows) {
 
 // Joins the items of rows that have several along the tree of their leaves, as merge.cu does, and writes the result. A warp has one head
 // of a row and some columns.
-MSTAR_KERNEL(picks_merge, Sparse, 128, 3) {
-    const u64 rows = few_rows(p.table, p.row_begin, end_row(p));
-    if (rows * p.H * ((p.C + 127) / 128) < MANY_VECTORS) {
-        merge_rows<2>(p, rows);
-    } else {
-        merge_rows<0>(p, rows);
+MSTAR_KERNEL(picks_merge_few, Sparse, 128, 4) { merge_rows<2>(p, few_rows(p.table, p.row_begin, end_row(p))); }
+MSTAR_KERNEL(picks_merge_many, Sparse, 128, 4) { merge_rows<0>(p, few_rows(p.table, p.row_begin, end_row(p))); }
+
+// The same for rows of at most NEAR items.
+MSTAR_KERNEL(picks_merge_near, Sparse, 128, 4) {
+    const u32 end = end_row(p), rows = few_rows(p.table, p.row_begin, end), slices = (p.C + SLICE - 1) / SLICE, span = p.leaf << p.level;
+    const u32 warps = grid_x() * 4, each = least(slices_each(rows * p.H * slices, warps), slices), groups = (slices + each - 1) / each;
+    const bool all = rows == end - p.row_begin;
+    NO_UNROLL
+    for (u32 unit = block_x() * 4 + warp(); unit < rows * p.H * groups; unit += warps) {
+        const u32 slice = unit % groups * each, head = unit / groups % p.H, before = unit / groups / p.H;
+        const u32 row = all ? p.row_begin + before : few_row(p, before), count = picks_of(p, row).count;
+        if (count <= span) continue;
+        const float* first = p.partials + u64(before) * p.leaves * state_len(p.H, p.C);
+        Query* o = reinterpret_cast<Query*>(p.o) + i64(row) * p.o_token + i64(head) * p.o_head;
+        float factor = 0.0f;
+        auto spot = [&](u32 item) {
+            const float* state = first + u64(item) * state_len(p.H, p.C);
+            return Spot{state + head, state + state_lanes(p.H) + head,
+                        state + 2 * state_lanes(p.H) + u64(head) * state_width(p.C)};
+        };
+        auto figures = [&](float m, float l) { factor = finish(p, row, head, m, l, slice == 0 && lane() == 0); };
+        auto put = [&](u32 s, const Floats& acc) {
+            const u32 column = s * SLICE + 4 * lane();
+            if (column < p.C) put_four(o + column, acc, factor, p.C - column);
+        };
+        join_near(0, (count + span - 1) / span, slice, least(slice + each, slices), p.C, spot, figures, put);
     }
 }
 

@@ -28,25 +28,24 @@ DEVICE u32 lane_run() {
     return lane() / NODE_LANES<ACROSS>;
 }
 
-// Query vectors with 128 columns from which on there are enough of them for all warps of a device.
-constexpr u64 MANY_VECTORS = 512;
-
 // Where a node's figures are, and this lane's columns of it.
 struct Spot {
     const float *m, *l, *acc;
 };
 
-// A chunk seen by lanes: lane i has what node i's ancestors are multiplied by on their way, and all have what the chunk's root is.
+// Nodes seen by lanes: lane i has what node i's ancestors are multiplied by on their way, and what its ancestor at the last height is.
+template <u32 HEIGHTS>
 struct Climb {
-    float by[CLIMBED], m, l;
+    float by[HEIGHTS], m, l;
     u32 empty;  // a bit a node: it changes nothing, whatever its columns hold
 };
-DEVICE Climb climb(float m, float l) {
-    Climb up;
+template <u32 HEIGHTS>
+DEVICE Climb<HEIGHTS> climb(float m, float l) {
+    Climb<HEIGHTS> up;
     // A node whose sum is NaN is not empty.
     up.empty = ballot(m == -infinity() && l == l);
     UNROLL
-    for (u32 k = 0; k < CLIMBED; k++) {
+    for (u32 k = 0; k < HEIGHTS; k++) {
         const u32 bit = 1u << k;
         const bool right = lane() & bit;
         const float m_other = shfl_xor(m, bit), l_other = shfl_xor(l, bit);
@@ -64,7 +63,8 @@ DEVICE Floats both(const Floats& a, float fa, const Floats& b, float fb) {
     return Floats{both(a.x, fa, b.x, fb), both(a.y, fa, b.y, fb), both(a.z, fa, b.z, fb), both(a.w, fa, b.w, fb)};
 }
 // Joins two neighbours of height `k`, of which the nodes `a` and `b` of the chunk are the first ones.
-DEVICE Floats meet(const Climb& up, u32 k, const Floats& left, u32 a, const Floats& right, u32 b) {
+template <u32 HEIGHTS>
+DEVICE Floats meet(const Climb<HEIGHTS>& up, u32 k, const Floats& left, u32 a, const Floats& right, u32 b) {
     return both(left, shfl_idx(up.by[k], a), right, shfl_idx(up.by[k], b));
 }
 
@@ -80,7 +80,7 @@ struct Run {
         UNROLL
         for (u32 i = 0; i < N; i++) acc[i] = floats_at(columns(least(most(from + i, begin), end - 1)));
     }
-    Floats joined(const Climb& up, u32 from) {
+    Floats joined(const Climb<CLIMBED>& up, u32 from) {
         UNROLL
         for (u32 i = 0; i < N; i++)
             if (up.empty >> (from + i) & 1) acc[i] = Floats{};
@@ -92,7 +92,7 @@ struct Run {
     }
 };
 template <u32 N, class Columns>
-DEVICE Floats run_of(const Climb& up, u32 from, u32 begin, u32 end, Columns columns) {
+DEVICE Floats run_of(const Climb<CLIMBED>& up, u32 from, u32 begin, u32 end, Columns columns) {
     Run<N> run;
     run.ask(from, begin, end, columns);
     return run.joined(up, from);
@@ -107,7 +107,7 @@ DEVICE Node join_chunk(u32 begin, u32 end, At spot) {
     auto columns = [&](u32 i) { return spot(i).acc; };
     Run<RUN> own;
     if (ACROSS == 2) own.ask(lane_run<ACROSS>() * RUN, begin, end, columns);
-    const Climb up = climb(mine ? m : -infinity(), mine ? l : 0.0f);
+    const Climb<CLIMBED> up = climb<CLIMBED>(mine ? m : -infinity(), mine ? l : 0.0f);
     Floats acc{};
     if (ACROSS == 2) {
         acc = own.joined(up, lane_run<ACROSS>() * RUN);

@@ -308,7 +308,9 @@ impl OnDevice {
         let same =
             |ready: &Option<Ready>, key: &Option<Key>| ready.as_ref().map(|ready| &ready.key) == key.as_ref();
         if !(same(&self.few, &keys[0]) && same(&self.many, &keys[1]) && same(&self.merge, &keys[2])) {
-            let keys: Vec<Key> = keys.into_iter().flatten().collect();
+            // Lists to come may have merges of the other kind.
+            let both = merged.iter().flat_map(|_| merge::keys(work));
+            let keys: Vec<Key> = keys.into_iter().flatten().chain(both).collect();
             jit::prepare(device, &keys)?;
             let ready = |choice: &Option<Choice>| {
                 choice.as_ref().map(|choice| Ready::of(choice, device, context)).transpose()

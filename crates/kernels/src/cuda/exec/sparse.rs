@@ -13,8 +13,9 @@ use crate::mla::Geometry;
 use crate::paged::LATENT_TREE_HEADS;
 use crate::{DType, Device, Error, Kernels, Result, Stream, TensorMut, TensorRef};
 
+use super::merge::Joiner;
 use super::params::{ALIGNED, Attend, Place, View, Walk, number};
-use super::{Choice, latents};
+use super::{Choice, latents, merge};
 
 /// Picks a leaf of a row of few queries.
 const LEAF: usize = 512;
@@ -30,6 +31,8 @@ const PANEL_BYTES: usize = 256 << 20;
 const LEAST_ROWS: usize = 8;
 /// Bytes of shared memory of `picks_order` in `cu/picks.cu`.
 const ORDER_SHARED: u32 = 64;
+/// Threads of the kernels that join a row's items.
+const MERGE_THREADS: u32 = 128;
 /// Bytes of a work list's head, and what is lost where it and its items end.
 const LIST_HEAD: usize = 80 + 64 + 16;
 
@@ -225,6 +228,15 @@ fn choose(geometry: &Geometry, kernels: Kernels, context: &Context) -> Kinds {
     Kinds { picks, over, list }
 }
 
+/// The kernel in `cu/picks.cu` that joins a row's items.
+fn joining(joiner: Joiner) -> &'static str {
+    match joiner {
+        Joiner::Few => "picks_merge_few",
+        Joiner::Near => "picks_merge_near",
+        Joiner::Many => "picks_merge_many",
+    }
+}
+
 /// How far pages of latents lie apart in steps of a slot, and the elements of a step, if every slot is a whole number of steps from
 /// the first, and so many that a list can name them.
 fn steps(latent: &TensorRef<'_>) -> Option<(usize, usize)> {
@@ -245,7 +257,7 @@ pub(crate) fn prepare(device: Device, geometry: &Geometry, kernels: Kernels) -> 
     let entry = |entry| Key { entry, ..picks.clone() };
     let mut keys = vec![entry("picks_order")];
     if over.is_some() || list.is_some() {
-        keys.push(entry("picks_merge"));
+        keys.extend(Joiner::ALL.map(|joiner| entry(joining(joiner))));
     }
     if over.is_none() {
         keys.push(entry("picks_plain"));
@@ -349,7 +361,10 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
             return put(&entry("picks_plain")?, &params, rows * slices(1024), 8, 256, 256);
         }
     };
-    let (attend, merge) = (jit::function(device, &choice.key)?, entry("picks_merge")?);
+    let attend = jit::function(device, &choice.key)?;
+    let joiner = Joiner::of(few * slices(merge::SLICE), sizes.leaves <= merge::NEAR);
+    let merge = entry(joining(joiner))?;
+    let fit = merge.blocks_per_sm(MERGE_THREADS, 0)?.max(1) as usize;
     let each = attend.blocks_per_sm(choice.threads, choice.shared)?.max(1) as usize;
     // A list lies behind the states, at a multiple of 64.
     let image = (params.partials + (few * sizes.row) as u64).next_multiple_of(64);
@@ -393,7 +408,7 @@ pub(crate) fn attend(stream: &Stream, picks: &Picks<'_>, workspace: &mut TensorM
             put(&attend, &params, units, each, choice.threads, choice.shared)?;
         }
         if sizes.leaves > 1 {
-            put(&merge, &params, (count.min(few) * slices(32)).div_ceil(4), 16, 128, 0)?;
+            put(&merge, &params, (count.min(few) * slices(32)).div_ceil(4), fit, MERGE_THREADS, 0)?;
         }
     }
     Ok(())

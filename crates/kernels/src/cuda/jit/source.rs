@@ -37,6 +37,7 @@ const HEADERS: &[(&str, &str)] = &[
     file!("finish.cuh"),
     file!("node.cuh"),
     file!("tree.cuh"),
+    file!("near.cuh"),
     file!("cap.cuh"),
     file!("mods.cuh"),
     file!("latent.cuh"),

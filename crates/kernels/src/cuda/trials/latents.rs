@@ -1,6 +1,7 @@
 //! Latents over pages.
 
 use crate::cuda::Context;
+use crate::cuda::exec::{Joiner, with_joiner};
 use crate::mla::{AttendParams, Geometry, Variant, attend};
 use crate::paged::PageTable;
 use crate::plan::{Capacity, Latents, Plan, PlanOptions};
@@ -190,6 +191,30 @@ fn an_item_of_several_leaves_under_many_heads_has_the_bits_of_several_items() {
         if context_is_hopper() {
             let items = |level| forced::with_level(level, || family.items(&Setting::of(dtype), &company));
             assert!(items(0) > items(1), "{}, {}", items(0), items(1));
+        }
+    }
+}
+
+/// Whichever kernel joins the parts of rows: 1 to 8 that are near each other, and 10, of values narrower than a slice, of some slices, and of so many
+/// query vectors that a warp takes several.
+#[test]
+fn parts_have_the_same_bits_whichever_kernel_joins_them() {
+    let Some(owned) = stream("parts_have_the_same_bits") else { return };
+    let near = [(1, 2000), (1, 768), (2, 530), (1, 256), (1, 257), (1, 1100), (1, 0), (2, 1300)];
+    let company = |kv_lens: &[(usize, usize)]| -> Vec<Row> {
+        kv_lens.iter().zip(0..).map(|(&(q, kv), id)| row(id, q, kv)).collect()
+    };
+    for (h, c, e, dtype) in [(6, 80, 16, DType::F16), (16, 400, 16, DType::Bf16), (64, 128, 64, DType::Bf16)]
+    {
+        for company in [company(&near), company(&[(1, 2500), (1, 300)])] {
+            let family = OverLatents { h, c, e, ..OverLatents::narrow() };
+            let run = |joiner| {
+                forced::with_level(0, || {
+                    with_joiner(joiner, || family.run(&owned.stream(), &Setting::of(dtype), &company))
+                })
+            };
+            let [few, others @ ..] = Joiner::ALL.map(run);
+            assert!(others.iter().all(|bits| *bits == few), "{h} heads, {c} columns");
         }
     }
 }

@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 
 use super::fixture::{Batch, FLOATS, FORMATS, Random, stored};
+use crate::cuda::exec::{Joiner, with_joiner};
 use crate::cuda::{OwnedStream, emulate};
 use crate::dsa::{
     self, DeviceTable, KeyFormat, ScoresParams, SelectParams, SparseParams, Table, TopkParams, quantise_keys,
@@ -513,6 +514,21 @@ fn leaves_of_many_heads_are_joined() {
     let sparse = Sparse::new(layer(40, 48, 16, 16, DType::Bf16), &[0, 0, 1], &selection);
     for kernels in BOTH {
         close(DType::Bf16, &sparse.attended(3, kernels), &format!("{kernels:?}"));
+    }
+}
+
+/// Whichever kernel joins a row's items: rows of one to five, under so many heads that a warp takes several slices.
+#[test]
+fn items_have_the_same_bits_whichever_kernel_joins_them() {
+    for (heads, c) in [(16, 48), (5, 512), (40, 200)] {
+        let selection = picks(1150, &[(1150, 1), (1024, 1), (60, 1)]);
+        let sparse = Sparse::new(layer(heads, c, 16, 16, DType::Bf16), &[0, 0, 1], &selection);
+        for kernels in BOTH {
+            let run = |joiner| with_joiner(joiner, || sparse.attended(3, kernels));
+            let [few, near, many] = Joiner::ALL.map(run);
+            close(DType::Bf16, &few, &format!("{heads} heads"));
+            assert!(few[1] == near[1] && few[1] == many[1], "{heads} heads, {c} columns, {kernels:?}");
+        }
     }
 }
 
