@@ -107,7 +107,8 @@ fn latent() -> Vec<Key> {
     let wide = |&[dtype, rows, depth, width, stages, pieces, boxes]: &[i64; 7]| {
         let key = Key::new(Unit::LATENT_WIDE, "latent_wide");
         let key = with_all(key, names, [dtype, rows, depth, width, stages, pieces]);
-        if boxes == 1 { key.with("BOXES", 1) } else { key }
+        // As of 128 heads, whose pairs of blocks are clusters.
+        if boxes == 1 { key.with("BOXES", 1).with("CLUSTER", 2) } else { key }
     };
     let of = |values: &[i64; 7]| with_all(Key::new(Unit::LATENT, "latent_attend"), LATENTS, *values);
     // In e4m3.

@@ -5,9 +5,11 @@
 //
 // Defines: those of latent_unit.cuh; Q_TYPE (1 bf16, 2 f16), DEPTH (lanes of a latent, padded to a multiple of 64), WIDTH (lanes of its
 // value, padded to 128, 256 or 512); BOXES (0 or not given: latents come by copies of 16 bytes; 1: a tile that lies whole in a page and is
-// seen whole comes as boxes of 64 columns, each with marks of its own).
+// seen whole comes as boxes of 64 columns, each with marks of its own); CLUSTER (not given: 1; 2, with BOXES: neighbouring blocks, which work
+// on query vectors of the same tokens, each ask for every other box, and have both get it).
 #pragma once
 
+#include "cluster.cuh"
 #include "element.cuh"
 
 constexpr u32 KEYS = 64;
@@ -16,6 +18,10 @@ constexpr u32 KEYS = 64;
 #ifndef BOXES
 #define BOXES 0
 #endif
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+static_assert(CLUSTER == 1 || (CLUSTER == 2 && BOXES), "boxes are shared, and so is their room");
 
 // Blocks of columns of a tile, and those that are values.
 constexpr u32 COLUMNS = (DEPTH > WIDTH ? DEPTH : WIDTH) / LANES, VALUES = WIDTH / LANES;
@@ -50,6 +56,13 @@ struct Told {
     Mark full[STAGES][FULLS], empty[STAGES][SHARES], queries, queries_read;
     Unit units[2];
 };
+
+// One arrival of a warp that needs the room of a tile or a block no more: at the mark of each block that may ask for something there.
+DEVICE void room(Mark* mark) {
+    if (CLUSTER == 1) return released(mark);
+    warp_sync();
+    if (lane() < CLUSTER) remote_arrive(remote_of(mark, lane()));
+}
 
 // ---- producer ----
 
@@ -153,16 +166,22 @@ DEVICE Spot spot_of(const Attend& p, const Keys& keys, const Unit& unit, u32 til
     }
     return spot;
 }
-// Asks for the blocks of a tile, by one warp, each as soon as there is room.
-DEVICE void ask_boxes(const TensorMap& map, u8* tile, const Spot& spot, Told& told, const Turn& turn) {
+// Asks for the blocks of a tile, by one warp, each as soon as there is room; in a cluster, where both have it, and each for every other one.
+// Both expect them all: by then the last turn's have come to both.
+DEVICE void ask_boxes(const TensorMap& map, u8* tile, const Spot& spot, Told& told, const Turn& turn, u32 rank) {
     UNROLL
     for (u32 i = 0; i < COLUMNS; i++) {
         const u32 column = column_at(i);
         Mark* full = &told.full[turn.slot][column % FULLS];
+        u8* to = tile + column * BLOCK_BYTES;
         mark_wait(&told.empty[turn.slot][column % SHARES], turn.parity ^ 1);
         if (elected()) {
             mark_arrive_expecting(full, BLOCK_BYTES);
-            box_3d(tile + column * BLOCK_BYTES, map, i32(column * LANES), i32(spot.slot), spot.page, full);
+            if (CLUSTER == 1) {
+                box_3d(to, map, i32(column * LANES), i32(spot.slot), spot.page, full);
+            } else if ((i + turn.slot) % CLUSTER == rank) {
+                box_3d_to((1 << CLUSTER) - 1, to, map, i32(column * LANES), i32(spot.slot), spot.page, full);
+            }
         }
     }
 }
@@ -177,6 +196,7 @@ DEVICE void produce(const Attend& p, const TensorMap* map, u8* shared, Told& tol
     const u32 at = row * LANES * 2 + (piece ^ (row % 8)) * 16;
     // The warp that asks for boxes, known to be a whole one.
     const bool asks = shfl_idx(thread / 32, 0) == 0;
+    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
     Turn turn{0, 0};
     u32 count = 0;
     auto fetch_queries = [&](const Unit& unit) {
@@ -228,7 +248,7 @@ DEVICE void produce(const Attend& p, const TensorMap* map, u8* shared, Told& tol
                     const Spot here = spot;
                     spot = spot_of(p, keys, unit, tile + 1);
                     if (here.whole) {
-                        if (asks) ask_boxes(*map, to, here, told, turn);
+                        if (asks) ask_boxes(*map, to, here, told, turn, rank);
                     } else {
                         gather(keys, unit, tile, to);
                     }
@@ -267,11 +287,12 @@ DEVICE void start(Told& told, u32 warps) {
             for (u32 i = 0; i < FULLS; i++) mark_init(&told.full[slot][i], BOXES ? 1 : GROUP);
             // Of boxes each group gives back its own.
             UNROLL
-            for (u32 share = 0; share < SHARES; share++) mark_init(&told.empty[slot][share], BOXES ? warps / 2 : warps);
+            for (u32 share = 0; share < SHARES; share++) mark_init(&told.empty[slot][share], (BOXES ? warps / 2 : warps) * CLUSTER);
         }
         mark_init(&told.queries, GROUP + 1);
         mark_init(&told.queries_read, warps);
         marks_ready();
     }
-    block_sync();
+    if (CLUSTER > 1) cluster_sync();
+    else block_sync();
 }

@@ -46,11 +46,11 @@ template <class Each>
 DEVICE void walk(const Attend& p, Each each) {
     const Image* image = p.image;
     const Span span = items_of(p);
-    // Pieces that every item has are neighbours, so that the second finds the latents of the first nearby; those that only
-    // items of several tokens have come after all of them.
-    const u32 sure = (p.H + ROWS - 1) / ROWS, units = (span.end - span.begin) * sure;
+    // Pieces that every item has are neighbours, so that the second finds the latents of the first nearby; those that only some items
+    // have come after all of them, as many at a time.
+    const u32 sure = (most(image->least, p.H) + ROWS - 1) / ROWS, units = (span.end - span.begin) * sure;
     NO_UNROLL
-    for (u32 at = block_x(); at < units / sure * PIECES; at += grid_x()) {
+    for (u32 at = block_x(); at < units * ((PIECES + sure - 1) / sure); at += grid_x()) {
         const Item item = items_of(image)[span.begin + at % units / sure];
         const Member member = members_of(image)[item.member_begin];
         Unit unit;

@@ -44,14 +44,14 @@ template <u32 LEFT = BATCHES>
 DEVICE void given_back_right(Told& told, const Turn& turn) {
     if constexpr (LEFT > 0) {
         wgmma_wait<LEFT - 1>();
-        released(&told.empty[turn.slot][(BOXES ? HALF_COLUMNS : 0) + BATCHES - LEFT]);
+        room(&told.empty[turn.slot][(BOXES ? HALF_COLUMNS : 0) + BATCHES - LEFT]);
         given_back_right<LEFT - 1>(told, turn);
     }
 }
 // The left half of a tile that came in boxes.
 DEVICE void given(Told& told, const Turn& turn) {
     UNROLL
-    for (u32 i = 0; i < HALF_COLUMNS; i++) released(&told.empty[turn.slot][i % SHARES]);
+    for (u32 i = 0; i < HALF_COLUMNS; i++) room(&told.empty[turn.slot][i % SHARES]);
 }
 // Waits for the first group's values, and gives back what they needed.
 template <u32 LEFT = STEPS>
@@ -61,7 +61,7 @@ DEVICE void given_back(Told& told, const Turn& turn) {
         given(told, turn);
     } else if constexpr (LEFT > 0) {
         wgmma_wait<LEFT - 1>();
-        released(&told.empty[turn.slot][STEPS - LEFT]);
+        room(&told.empty[turn.slot][STEPS - LEFT]);
         given_back<LEFT - 1>(told, turn);
     }
 }
@@ -173,7 +173,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
         wgmma_wait<0>();
         pin(scores);
         UNROLL
-        for (u32 column = VALUES; BOXES && column < COLUMNS; column++) released(&told.empty[turn.slot][column % SHARES]);
+        for (u32 column = VALUES; BOXES && column < COLUMNS; column++) room(&told.empty[turn.slot][column % SHARES]);
     };
     each_told(told, [&](const Unit& unit, u32) {
         float out[HALF / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
@@ -250,14 +250,14 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
                             given(told, done);
                         } else if (!BOXES && i < STEPS) {
                             wgmma_wait<STEPS>();
-                            if (there) released(&told.empty[done.slot][i % SHARES]);
+                            if (there) room(&told.empty[done.slot][i % SHARES]);
                         }
                     });
                     pin(out);
                     settle(scores);
                     UNROLL
                     for (u32 i = COLUMNS; !BOXES && i < STEPS; i++)
-                        if (there) released(&told.empty[done.slot][i % SHARES]);
+                        if (there) room(&told.empty[done.slot][i % SHARES]);
                     if (tile + 2 >= end) released(&told.queries_read);
                 } else {
                     given_back(told, done);
@@ -364,7 +364,11 @@ typedef AttendMapped Params;
 typedef Attend Params;
 #endif
 
+#if CLUSTER > 1
+MSTAR_KERNEL_OF_CLUSTERS(latent_wide, Params, THREADS, 1, CLUSTER) {
+#else
 MSTAR_KERNEL(latent_wide, Params, THREADS, 1) {
+#endif
     SHARED(shared);
 #if BOXES
     const Attend& call = p.attend;
@@ -392,4 +396,6 @@ MSTAR_KERNEL(latent_wide, Params, THREADS, 1) {
         registers_more<216>();
         consume_second(call, shared, told);
     }
+    // A peer gives back room, and its boxes come, until it is done too.
+    if (CLUSTER > 1) cluster_sync();
 }

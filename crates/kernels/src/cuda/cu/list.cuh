@@ -46,7 +46,8 @@ struct Image {
     u32 few;    // items of few query vectors (families Decode and Latent), which come first
     u32 fused;  // of the merges, the last ones, which the decode kernel does where it has tickets
     u32 lanes;  // over latents, most query vectors of an item with a task
-    u32 reserved[2];
+    u32 least;  // over latents, fewest query vectors of an item; 0: not counted
+    u32 reserved;
 };
 static_assert(sizeof(Image) == 80, "as in exec/image.rs");
 

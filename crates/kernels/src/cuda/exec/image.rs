@@ -33,7 +33,8 @@ pub(crate) struct Header {
     pub(crate) few: u32,
     pub(crate) fused: u32,
     pub(crate) lanes: u32,
-    pub(crate) reserved: [u32; 2],
+    pub(crate) least: u32,
+    pub(crate) reserved: u32,
 }
 
 /// A mod's numbers; see `cu/list.cuh`.
@@ -99,7 +100,11 @@ impl Layout {
                 Stored::Latents => work.tasks.iter().map(|task| task.q_count).max().unwrap_or(0),
                 _ => 0,
             } * work.geometry.group() as u32,
-            reserved: [0; 2],
+            least: match work.stored {
+                Stored::Latents => work.items.iter().map(|item| item.q_count).min().unwrap_or(0),
+                _ => 0,
+            } * work.geometry.group() as u32,
+            reserved: 0,
         };
         let bytes = at.saturating_add(extra);
         if bytes > u32::MAX as usize {

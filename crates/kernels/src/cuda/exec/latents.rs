@@ -110,6 +110,9 @@ pub(super) fn hopper(
         .with("STAGES", stages as i64)
         .with("PIECES", most.div_ceil(rows).next_multiple_of(sure) as i64);
     let key = if boxes { key.with("BOXES", 1) } else { key };
+    // Two blocks that have heads of the same token ask for latents together: then what a token has is pairs of them.
+    let pairs = boxes && geometry.num_qo_heads.is_multiple_of(2 * rows);
+    let key = if pairs { key.with("CLUSTER", 2) } else { key };
     Some(Choice { key, threads: HOPPER_THREADS, shared: shared(stages) as u32 })
 }
 

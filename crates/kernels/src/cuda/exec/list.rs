@@ -98,7 +98,7 @@ struct Ready {
     function: Function,
     threads: u32,
     shared: u32,
-    /// Blocks that the device holds at once.
+    /// Blocks that the device holds at once, whole clusters of them.
     most_blocks: u32,
     /// [`Attend::walk`].
     walk: u32,
@@ -116,12 +116,13 @@ impl Ready {
                 format!("a block of {threads} threads and {shared} bytes does not fit on a multiprocessor");
             return Err(Error::Kernel { kernel: choice.key.to_string(), why });
         }
+        let cluster = function.attributes()?.cluster;
         Ok(Ready {
             key: choice.key.clone(),
             function,
             threads: choice.threads,
             shared: choice.shared,
-            most_blocks: each * context.sm_count(),
+            most_blocks: (each * context.sm_count()).max(cluster) / cluster * cluster,
             walk: 0,
             blocks: 0,
         })

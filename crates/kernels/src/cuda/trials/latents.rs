@@ -268,6 +268,23 @@ fn a_last_tile_that_is_gathered_into_a_ring_of_two_has_the_same_bits() {
     }
 }
 
+/// Heads of whole pairs of blocks: those of a pair ask for every other box for both. The bits are those of tiles that each block gathers.
+#[test]
+fn boxes_that_two_blocks_have_together_have_the_same_bits() {
+    let Some(owned) = stream("boxes_that_two_blocks_have") else { return };
+    let company = [(1, 700), (2, 257), (3, 64), (1, 7), (1, 0), (5, 130)];
+    let company: Vec<Row> = company.into_iter().zip(0..).map(|((q, kv), id)| row(id, q, kv)).collect();
+    for (h, c, e, dtype) in [(128, 512, 64, DType::Bf16), (256, 80, 16, DType::F16)] {
+        for offset in [0, 672] {
+            let run = |page: usize| {
+                let family = OverLatents { h, c, e, page, offset, ..OverLatents::narrow() };
+                family.run(&owned.stream(), &Setting::of(dtype), &company)
+            };
+            assert_eq!(run(16), run(64), "{h} heads from position {offset} on");
+        }
+    }
+}
+
 fn context_is_hopper() -> bool {
     Context::of(DEVICE).is_ok_and(Context::is_hopper)
 }
