@@ -20,9 +20,14 @@ use super::family::{
 use super::schedule::{leaves, visible};
 use super::{Family, Stored};
 
-/// Items of the decode kernel that there are to be at least before one takes several leaves: about one and a half for each
-/// multiprocessor of a large device. More items balance better, and cost more at their ends; see `docs/perf-notes.md`.
-const MANY_ITEMS: u64 = 200;
+/// Items of the decode kernel that a large device works on at a time: two blocks a multiprocessor.
+const RESIDENT: u64 = 264;
+
+/// Items of which as many read as fast as its memory gives; one item among fewer is no faster.
+const SATURATING: u64 = 143;
+
+/// Lanes of keys and values that one item could read while it starts and ends.
+const DECODE_END: u64 = 97_280;
 
 /// Most leaves of such an item, as a power of two.
 const MOST_LEVEL: u32 = 5;
@@ -315,15 +320,43 @@ fn level(list: &WorkList) -> Option<u32> {
     if let Some(level) = forced::level() {
         return Some(level);
     }
-    let items = |level: u32| -> u64 {
-        let of = |row: &Row| {
-            let (first, end) = leaves(row, visible(&list.variant, row, 0, row.q_len));
-            if first < end { u64::from(((end - 1) >> level) - (first >> level) + 1) } else { 0 }
-        };
-        let nodes: u64 = list.rows.iter().filter(|row| is_few(row)).map(of).sum();
-        nodes * list.geometry.num_kv_heads as u64
+    Some(decode_level(list))
+}
+
+/// Of the decode kernel: the level whose rounds of resident items take the least time. Memory binds a full round, its own keys an item
+/// that has the device nearly for itself; `docs/perf-notes.md` has what was measured beside this.
+fn decode_level(list: &WorkList) -> u32 {
+    let geometry = &list.geometry;
+    let heads = geometry.num_kv_heads as u64;
+    let end = DECODE_END / (geometry.head_dim_qk + geometry.head_dim_vo).max(1) as u64;
+    let mut nodes = [0u64; MOST_LEVEL as usize + 1];
+    let mut longest = [0u64; MOST_LEVEL as usize + 1];
+    let mut keys = 0u64;
+    for row in list.rows.iter().filter(|row| is_few(row)) {
+        let (first, last) = leaves(row, visible(&list.variant, row, 0, row.q_len));
+        if first >= last {
+            continue;
+        }
+        // Whole leaves, so that a row which grows within its last one is cut as it was.
+        let own = u64::from(last - first) * u64::from(row.leaf_keys);
+        keys = own.saturating_add(keys);
+        for (level, (nodes, longest)) in nodes.iter_mut().zip(&mut longest).enumerate() {
+            *nodes += u64::from(((last - 1) >> level) - (first >> level) + 1);
+            *longest = own.min(u64::from(row.leaf_keys) << level).max(*longest);
+        }
+    }
+    let time = |level: u32| {
+        let items = (nodes[level as usize] * heads).max(1);
+        let average = keys.saturating_mul(heads) / items;
+        // What as many take where memory binds.
+        let bound = |items: u64| average.saturating_mul(items) / SATURATING;
+        let (full, rest) = (items / RESIDENT, items % RESIDENT);
+        // The longest come first.
+        let alone = if full == 0 { longest[level as usize] } else { average };
+        let last = if rest > 0 { bound(rest).max(alone).saturating_add(end) } else { 0 };
+        bound(RESIDENT).saturating_add(end).saturating_mul(full).saturating_add(last)
     };
-    Some((1..=MOST_LEVEL).rev().find(|&level| items(level) >= MANY_ITEMS).unwrap_or(0))
+    (0..=MOST_LEVEL).min_by_key(|&level| time(level)).unwrap_or(0)
 }
 
 /// Tickets of one key head of a row whose visible leaves are `first..end`, with items of `1 << level` leaves: one for each node that
@@ -450,8 +483,9 @@ pub(crate) mod forced {
 
 #[cfg(all(test, feature = "paged", feature = "mla"))]
 mod tests {
+    use crate::DType;
     use crate::paged::renew::tests::Batch;
-    use crate::paged::{ScheduleOptions, Target};
+    use crate::paged::{Geometry, ScheduleOptions, Target, Variant, schedule};
 
     use super::*;
 
@@ -477,5 +511,36 @@ mod tests {
         assert_eq!(items(&[16384], 128), (4, 1));
         // Heads that are no whole blocks leave their states to a merge.
         assert_eq!(items(&[16384; 64], 80), (256, 1));
+    }
+
+    /// Leaves of the longest item of a batch of rows of one query token, on a device with matrix units.
+    fn joined(kv_lens: &[usize], heads: (usize, usize)) -> u32 {
+        let geometry = Geometry {
+            num_qo_heads: heads.0,
+            num_kv_heads: heads.1,
+            head_dim_qk: 128,
+            head_dim_vo: 128,
+            page_size: 16,
+            q_dtype: DType::Bf16,
+            kv_dtype: DType::Bf16,
+        };
+        let options = ScheduleOptions { target: Target::Blocks, ..ScheduleOptions::default() };
+        let (batch, mut list) = (Batch::of(kv_lens, 1, 0), WorkList::default());
+        schedule(&geometry, &Variant::causal(128), &batch.table(), &options, &mut list).unwrap();
+        list.items.iter().map(|item| item.leaf_end - item.leaf_begin).max().unwrap_or(0)
+    }
+
+    #[test]
+    fn items_of_the_decode_kernel_fill_whole_rounds_of_a_device() {
+        // As on an H200: the fastest of what was timed.
+        assert_eq!(joined(&[8192], (32, 8)), 1);
+        assert_eq!(joined(&[8192; 3], (32, 8)), 2);
+        assert_eq!(joined(&[11_223], (32, 32)), 4);
+        assert_eq!(joined(&[8192; 3], (32, 32)), 8);
+        assert_eq!(joined(&[179_568], (32, 8)), 16);
+        assert_eq!(joined(&[8192; 16], (32, 8)), 8);
+        assert_eq!(joined(&[8192; 64], (64, 8)), 16);
+        // Items that are resident all at once have no round that is nearly empty.
+        assert_eq!(joined(&[131_072; 3], (32, 8)), 32);
     }
 }

@@ -82,7 +82,7 @@ pub(crate) fn latents_by_tasks(geometry: &Geometry, target: Target, kernels: Ker
         && latents_in_tensors(geometry)
 }
 
-/// Most keys of a leaf of the latent family on a device.
+/// Keys that a leaf of the latent family on a device has at most, of rows that have more than four.
 pub(crate) const LATENT_LONGEST_LEAF: u32 = 4096;
 
 /// Query vectors (tokens times heads) that an item of latent attention takes, unless one token has more heads.
@@ -128,7 +128,8 @@ pub(crate) enum Stored {
 
 impl Stored {
     /// Keys a leaf of a row. Over latents under many heads a device's blocks have no room for a second state, and each end of a leaf
-    /// costs microseconds and a state in memory: long rows have about four leaves, shorter ones two, whatever the batch.
+    /// costs microseconds and a state in memory: short rows have two leaves, longer ones four, whatever the batch; and leaves alike, since
+    /// a short last one would leave most of a device idle.
     pub(crate) fn leaf_keys(
         self,
         geometry: &Geometry,
@@ -149,8 +150,15 @@ impl Stored {
                 }
             }
             Family::Latent if target == Target::Blocks && geometry.group() > LATENT_FEW_HEADS => {
-                let whole = kv_len.clamp(1, LATENT_LONGEST_LEAF * 4).next_power_of_two();
-                (whole / 4).max((whole / 2).min(LATENT_LONGEST_LEAF / 2)).max(LATENT_LEAF)
+                let parts = match kv_len {
+                    0..=6144 => 2,
+                    6145..=24_576 => 4,
+                    _ => kv_len.div_ceil(LATENT_LONGEST_LEAF).next_power_of_two(),
+                };
+                let leaf = kv_len.div_ceil(parts);
+                // A row that grows by a token seldom has another leaf.
+                let granule = 1 << (leaf / 8).max(128).ilog2();
+                leaf.next_multiple_of(granule).max(LATENT_LEAF)
             }
             Family::Decode
                 if target == Target::Blocks
@@ -219,6 +227,32 @@ impl Family {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn leaves_of_latents_under_many_heads_are_alike() {
+        let geometry = Geometry {
+            num_qo_heads: 64,
+            num_kv_heads: 1,
+            head_dim_qk: 576,
+            head_dim_vo: 512,
+            page_size: 64,
+            q_dtype: DType::Bf16,
+            kv_dtype: DType::Bf16,
+        };
+        let leaf = |kv_len| Stored::Latents.leaf_keys(&geometry, Target::Blocks, Kernels::Wgmma, 1, kv_len);
+        let lengths = [0, 1, 512, 2048, 4096, 5611, 8192, 16_384, 22_446, 131_072, u32::MAX];
+        let expected = [512, 512, 512, 1024, 2048, 2816, 2048, 4096, 5632, 4096, 4096];
+        assert_eq!(lengths.map(leaf), expected);
+        for kv_len in (1..200_000).step_by(61) {
+            let leaf = leaf(kv_len);
+            assert!(leaf % 128 == 0 && leaf >= LATENT_LEAF, "{kv_len}: {leaf}");
+            let count = kv_len.div_ceil(leaf);
+            assert!(count <= 4 || kv_len > 24_576, "{kv_len}: {count} leaves");
+            // Enough for the last of them.
+            let last = kv_len - (count - 1) * leaf;
+            assert!(count > 4 || kv_len < 4096 || last > leaf / 2, "{kv_len} in leaves of {leaf}");
+        }
+    }
 
     #[test]
     fn a_rows_leaves_follow_from_its_own_query_vectors_and_keys() {
