@@ -40,6 +40,13 @@ pub const EXCUSES: &[Excuse] = &[
         stack: 24,
         reason: "256 columns of sums, scores, and what rounding left of weights: a few words that products do not need lie aside",
     },
+    Excuse {
+        unit: "tile_wide.cu",
+        entry: "tile_wide",
+        define: Some(("GENERAL", 1)),
+        stack: 16,
+        reason: "what only an item's ends need lies aside while a cap and slopes change a tile's scores",
+    },
     Excuse { unit: "merge.cu", entry: "merge_few", define: None, stack: 608, reason: ABOVE },
     Excuse { unit: "merge.cu", entry: "merge_many", define: None, stack: 608, reason: ABOVE },
     Excuse { unit: "picks.cu", entry: "picks_merge_few", define: None, stack: 608, reason: ABOVE },
@@ -217,13 +224,14 @@ fn tile() -> Vec<Key> {
     let mut keys: Vec<Key> =
         SOME.iter().map(|values| with_all(Key::new(Unit::TILE, "tile"), names, *values)).collect();
     // On a Hopper, over segments or pages.
-    const WIDE: [[i64; 8]; 4] = [
-        [1, 1, 128, 128, 2, 128, 2, 1],
-        [1, 0, 128, 128, 2, 128, 2, 1],
-        [2, 1, 64, 64, 3, 96, 4, 2],
-        [1, 1, 256, 256, 2, 80, 2, 1],
+    const WIDE: [[i64; 9]; 4] = [
+        [1, 1, 128, 128, 2, 128, 2, 1, 0],
+        [1, 0, 128, 128, 2, 128, 2, 1, 1],
+        [2, 1, 64, 64, 3, 96, 4, 2, 0],
+        [1, 1, 256, 256, 2, 80, 2, 1, 0],
     ];
-    let names_wide = ["KV_TYPE", "SOURCE", "WIDTH", "VALUES", "CONSUMERS", "KEYS", "STAGES", "QUERY_STAGES"];
+    let names_wide =
+        ["KV_TYPE", "SOURCE", "WIDTH", "VALUES", "CONSUMERS", "KEYS", "STAGES", "QUERY_STAGES", "GENERAL"];
     keys.extend(
         WIDE.iter().map(|values| with_all(Key::new(Unit::TILE_WIDE, "tile_wide"), names_wide, *values)),
     );

@@ -302,8 +302,8 @@ pub(crate) fn cut_tokens(list: &WorkList) -> usize {
 fn tile_rows(list: &WorkList) -> usize {
     let widths = [list.geometry.head_dim_qk, list.geometry.head_dim_vo];
     let narrow = widths.iter().all(|&width| width <= 64 && width.is_multiple_of(8));
-    let plain = list.stored == Stored::Segments && list.variant.logits_soft_cap.is_none();
-    if narrow && plain && list.kernels == Kernels::Wgmma { NARROW_ROWS } else { TILE_ROWS }
+    let segments = list.stored == Stored::Segments;
+    if narrow && segments && list.kernels == Kernels::Wgmma { NARROW_ROWS } else { TILE_ROWS }
 }
 
 /// Leaves, as a power of two, that an item of the decode kernel takes; `None` for a list that it does not take.

@@ -37,7 +37,16 @@ struct Rows {
     dtype: DType,
     /// Whether keys and values are kept in e4m3.
     codes: bool,
+    /// What happens to scores beside their scale.
+    mods: Mods,
     cascade: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mods {
+    None,
+    SoftCap,
+    Alibi,
 }
 
 /// The cases of this family.
@@ -54,6 +63,7 @@ pub(super) fn list(quick: bool) -> Vec<Case> {
         page: S,
         dtype: DType::Bf16,
         codes: false,
+        mods: Mods::None,
         cascade: true,
     };
     let mut cases = Vec::new();
@@ -107,7 +117,17 @@ impl Rows {
         if self.d != D {
             shape += &format!(", d{}", self.d);
         }
+        match self.mods {
+            Mods::None => {}
+            Mods::SoftCap => shape += ", soft cap",
+            Mods::Alibi => shape += ", alibi",
+        }
         shape
+    }
+
+    fn variant(&self) -> Variant {
+        let logits_soft_cap = (self.mods == Mods::SoftCap).then_some(30.0);
+        Variant { logits_soft_cap, alibi: self.mods == Mods::Alibi, ..Variant::causal(self.d) }
     }
 
     /// Keys that its query tokens see, summed over all of them.
@@ -185,6 +205,7 @@ pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
         page: S,
         dtype: DType::Bf16,
         codes: false,
+        mods: Mods::None,
         cascade: true,
     };
     let batches = [
@@ -230,6 +251,12 @@ pub(super) fn list_on_device(quick: bool) -> Vec<Case> {
         cases.push(attention("prefill", Rows { rows: few(rows), q_len: n, kv_len: n, ..base }));
     }
     cases.push(attention("prefill", Rows { rows: 1, q_len: n, kv_len: n, codes: true, ..base }));
+    // D 128 without any is above.
+    let mods =
+        [(D, Mods::SoftCap), (D, Mods::Alibi), (64, Mods::None), (64, Mods::SoftCap), (64, Mods::Alibi)];
+    cases.extend(
+        mods.map(|(d, mods)| attention("prefill", Rows { rows: 1, q_len: n, kv_len: n, d, mods, ..base })),
+    );
     for (rows, kv_len) in [(1, 8192), (16, 8192), (64, 8192), (256, 1024)] {
         cases.push(decode(Rows { rows: few(rows), kv_len: short(kv_len), codes: true, ..base }));
     }
@@ -248,9 +275,13 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
         let tables = rows.tables();
         let plan = |schedule: Schedule| -> anyhow::Result<Plan> {
             let options = PlanOptions { device: place.device(), schedule, ..rows.options() };
-            let mut plan = Plan::new(&rows.geometry(), &Variant::causal(rows.d), &tables.view(), &options)?;
+            let mut plan = Plan::new(&rows.geometry(), &rows.variant(), &tables.view(), &options)?;
             plan.stage(&stream)?;
             Ok(plan)
+        };
+        let slopes = match rows.mods {
+            Mods::Alibi => Some(place.filled(DType::F32, rows.h)?),
+            _ => None,
         };
         let on_device = kernel == "decode" && !place.is_cpu();
         let plans = match on_device {
@@ -283,7 +314,7 @@ fn attention(kernel: &'static str, rows: Rows) -> Case {
                 k: k.tensor(0, kv_dtype, &pool)?,
                 v: v.tensor(0, kv_dtype, &pool)?,
                 sinks: None,
-                alibi_slopes: None,
+                alibi_slopes: slopes.as_ref().map(|all| all.tensor(0, DType::F32, &[rows.h])).transpose()?,
             };
             let outputs = Outputs { o: o.tensor_mut(0, dtype, &[t, h, d])?, lse: None };
             let Some([k_scales, v_scales]) = &scales else {
@@ -453,6 +484,7 @@ mod tests {
             page: S,
             dtype: DType::F32,
             codes: false,
+            mods: Mods::None,
             cascade: true,
         };
         assert_eq!(base.tables().pages, 4);

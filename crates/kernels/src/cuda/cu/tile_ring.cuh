@@ -4,7 +4,7 @@
 // sees are read too, where a box has them, and hidden by what scores become; values that no query of the row sees, which may be
 // anything, are not: a tile with such a value is gathered, and has zeros there.
 //
-// Defines: those of tile.cuh; SOURCE; WIDTH, the padded head width; VALUES, the padded width of a value; CONSUMERS, groups of 64 query
+// Defines: those of tile.cuh; GENERAL, of which queries are not turned; SOURCE; WIDTH, the padded head width; VALUES, the padded width of a value; CONSUMERS, groups of 64 query
 // vectors; KEYS of a tile; STAGES; QUERY_STAGES, how many items' queries have room: of two, the second's come while the first is
 // worked on.
 #pragma once
@@ -211,7 +211,7 @@ DEVICE void tell(Told& told, const Unit* unit, u32 count) {
 DEVICE void produce(const AttendBoxes& maps, u8* shared, Told& told) {
     const Attend& p = maps.attend;
     const u32 thread = thread_x() % GROUP;
-    const bool negate = scale_of<false>(p).negate;
+    const bool negate = scale_of<GENERAL>(p).negate;
     const bool whole = (p.flags & ALIGNED) && p.D % 8 == 0 && p.Dv % 8 == 0;
     // The warp that asks for boxes, known to be a whole one.
     const bool asks = shfl_idx(thread / 32, 0) == 0;

@@ -8,10 +8,11 @@
 // is another item's. What of it does not lies under another consumer's products, which nothing orders: see docs/perf-notes.md. Tiles start
 // at multiples of KEYS, whatever else a block works on.
 //
-// Values are whole pieces of 8 wide. Defines: those of tile_ring.cuh.
+// Values are whole pieces of 8 wide. Defines: those of tile_ring.cuh; GENERAL 1 where a soft cap or slopes change scores.
 
 // Results are never in planes.
 #define ONE_PLANE
+#include "cap.cuh"
 #include "tile_ring.cuh"
 
 constexpr u32 THREADS = (CONSUMERS + 1) * GROUP, CONSUMER_WARPS = CONSUMERS * 4;
@@ -136,8 +137,35 @@ DEVICE Reach sight_of(const Attend& p, const Unit& unit, u32 first) {
     const Reach a = sees(p, unit, first), b = sees(p, unit, first + 8);
     return Reach{warp_max(most(a.lo, b.lo)), ~warp_max(~least(a.hi, b.hi))};
 }
-// Scores of keys that a row does not see, in the tile at `base`, become -inf.
-DEVICE void hide(const Attend& p, float (&x)[KEYS / 2], const Unit& unit, const Reach& sight, u32 first, u32 base) {
+// Scores of the tile at `base` become base-2 logits, capped, and what slopes take for their distance.
+DEVICE void change(const Attend& p, float (&x)[KEYS / 2], const Unit& unit, u32 first, u32 base) {
+    const float scale = p.scale * LOG2_E;
+    UNROLL
+    for (u32 i = 0; i < KEYS / 2; i++) x[i] *= scale;
+    if (p.soft_cap > 0.0f) {
+        const Cap cap = cap_of(p.soft_cap);
+        UNROLL
+        for (u32 i = 0; i < KEYS / 2; i++) x[i] = capped(cap, x[i]);
+    }
+    if (!p.slopes) return;
+    UNROLL
+    for (u32 r = 0; r < 2; r++) {
+        const u32 of = least(first + 8 * r, unit.output.lanes - 1);
+        const float slope = p.slopes[unit.output.head(of)] * LOG2_E;
+        const float distance = float(i64(base + 2 * (lane() % 4)) - (unit.first + i64(of / unit.output.group)));
+        UNROLL
+        for (u32 n = 0; n < KEYS / 8; n++) {
+            UNROLL
+            for (u32 i = 0; i < 2; i++) {
+                float& s = x[4 * n + 2 * r + i];
+                s = fused(slope, distance + float(8 * n + i), s);
+            }
+        }
+    }
+}
+// The same, and of keys that a row does not see -inf.
+DEVICE void see(const Attend& p, float (&x)[KEYS / 2], const Unit& unit, const Reach& sight, u32 first, u32 base) {
+    if (GENERAL) change(p, x, unit, first, base);
     const u32 from = base + 2 * (lane() % 4);
     if (base < sight.lo || base + KEYS > sight.hi) {
         UNROLL
@@ -169,7 +197,7 @@ DEVICE void hide(const Attend& p, float (&x)[KEYS / 2], const Unit& unit, const 
 }
 
 DEVICE void consume(const Attend& p, u8* shared, Told& told, u32 group) {
-    const float factor = scale_of<false>(p).factor;
+    const float factor = GENERAL ? 1.0f : scale_of<false>(p).factor;
     const u32 first = group * ROWS + warp() % 4 * 16 + lane() / 4;
     Turn keys_turn{0, 0}, values_turn{0, 0};
     float sums[VALUES / 2], x[KEYS / 2];
@@ -239,14 +267,14 @@ DEVICE void consume(const Attend& p, u8* shared, Told& told, u32 group) {
             wgmma_wait<0>();
             pin(x);
             keys_read();
-            hide(p, x, unit, sight, first, begin * KEYS);
+            see(p, x, unit, sight, first, begin * KEYS);
             weigh(x, factor, softmax);
             packed(weights, x);
         }
         NO_UNROLL
         for (u32 tile = begin + 1; tile < end; tile++) {
             ask_both(count);
-            hide(p, x, unit, sight, first, tile * KEYS);
+            see(p, x, unit, sight, first, tile * KEYS);
             weigh(x, factor, softmax);
             settle(sums, softmax);
             values_read();
@@ -267,7 +295,7 @@ DEVICE void consume(const Attend& p, u8* shared, Told& told, u32 group) {
             ask_both(count + 1);
             softmax = fresh;
             sight = sight_of(p, other, first);
-            hide(p, x, other, sight, first, other.tile() * KEYS);
+            see(p, x, other, sight, first, other.tile() * KEYS);
             weigh(x, factor, softmax);
             settle(sums, Softmax{{}, {softmax.sums[0], softmax.sums[1]}, {1.0f, 1.0f}});
             values_read();

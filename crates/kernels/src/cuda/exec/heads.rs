@@ -51,7 +51,7 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
         true => few(width, values, geometry.group(), most_vectors(work), optin)
             .or_else(|| decode(width, values, geometry.group(), optin, false)),
         false if codes => codes_tile(width, values, optin),
-        false if is_wide(work, context) => return Wide::of(work).map(|wide| wide.choice(work)),
+        false if is_wide(work, context) => Wide::of(work).map(Wide::choice),
         false => tile(width, values, optin, if changed && !whole { 1 } else { 2 }),
     }?;
     let variant = &work.variant;
@@ -74,8 +74,7 @@ pub(super) fn choose(work: &WorkList, walk: Walk, mods: &Kinds, context: &Contex
     Some(Choice { key, ..choice })
 }
 
-/// Whether tiles of queries are for the Hopper's kernel: over segments, or pages of which boxes can have some slots, nothing done to
-/// scores but their scale.
+/// Whether tiles of queries are for the Hopper's kernel: over segments, or pages of which boxes can have some slots.
 fn is_wide(work: &WorkList, context: &Context) -> bool {
     let geometry = &work.geometry;
     let stored = match work.stored {
@@ -86,8 +85,6 @@ fn is_wide(work: &WorkList, context: &Context) -> bool {
     stored
         && work.kernels.settled() != Kernels::Mma
         && context.is_hopper()
-        && work.variant.logits_soft_cap.is_none()
-        && !work.variant.alibi
         // Rows that no box has are gathered, which is slower than what others do.
         && [geometry.head_dim_qk, geometry.head_dim_vo].iter().all(|width| width.is_multiple_of(8))
         && Wide::of(work).is_some_and(|wide| geometry.group() <= wide.rows())
@@ -152,10 +149,8 @@ impl Wide {
         queries + tiles + 32 * self.stages + 16 * self.query_stages + 2 * 80 + 2 * 160
     }
 
-    fn choice(&self, work: &WorkList) -> Choice {
+    fn choice(&self) -> Choice {
         let key = Key::new(Unit::TILE_WIDE, "tile_wide")
-            .with("KV_TYPE", number(work.geometry.kv_dtype))
-            .with("SOURCE", source(work))
             .with("WIDTH", self.width as i64)
             .with("VALUES", self.values as i64)
             .with("CONSUMERS", self.consumers as i64)

@@ -86,6 +86,10 @@ fn heads(runner: &Runner) {
         (BF16, of(2, 192, 128), HOPPER),
         (F16, of(2, 256, 256), HOPPER),
         (F16, of(9, 256, 256), HOPPER),
+        // Of widths that Hopper's tiles are not for.
+        (F16, capped(of(3, 124, 124)), HOPPER),
+        (BF16, capped(of(4, 60, 60)), HOPPER),
+        (BF16, capped(of(3, 128, 128)), HOPPER),
         (BF16, capped(of(2, 512, 512)), HOPPER),
         (BF16, capped(of(9, 512, 512)), HOPPER),
         (F16, of(1, 512, 512), HOPPER),
@@ -103,7 +107,7 @@ fn segments(runner: &Runner) {
     runner.run(&of(256, 256, Prefixes::None, None), &small(), BF16, 0, HOPPER);
     runner.run(&of(192, 128, Prefixes::Packed, None), &small(), F16, 0, AMPERE);
     runner.run(&of(192, 128, Prefixes::Packed, None), &small(), BF16, 0, HOPPER);
-    runner.run(&of(256, 256, Prefixes::None, Some(2.0)), &small(), BF16, 0, HOPPER);
+    runner.run(&of(252, 252, Prefixes::None, Some(2.0)), &small(), BF16, 0, HOPPER);
 }
 
 fn blocks(runner: &Runner) {

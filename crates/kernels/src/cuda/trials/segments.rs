@@ -137,7 +137,9 @@ fn rows_around_tiles_agree_with_plain_loops() {
         prefixes.into_iter().flat_map(|of| masks.map(|mask| (of, mask))).enumerate()
     {
         let (d, dv) = [(128, 128), (120, 104), (65, 100), (64, 56), (200, 256)][(at + at / 4) % 5];
-        let of = OverSegments { g: 1, d, dv, causal, window_left, ..OverSegments::narrow(prefixes) };
+        let soft_cap = (at % 3 == 1).then_some(3.0);
+        let of =
+            OverSegments { g: 1, d, dv, soft_cap, causal, window_left, ..OverSegments::narrow(prefixes) };
         let dtype = [DType::Bf16, DType::F16][at % 2];
         let set = Setting { place: 7, ..Setting::of(dtype) };
         of.hold(&stream, &set, &around_tiles());

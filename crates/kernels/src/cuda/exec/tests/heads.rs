@@ -207,4 +207,14 @@ fn heads_agree_with_the_cpu_and_nan_where_nobody_looks_stays_out() {
     let case =
         Case { group: 2, widths: (200, 256), page: 32, rows, variant: Variant::full(200), masked: false };
     check::<bf16>(&stream, &case, 2e-2);
+    // The same where a cap and slopes change scores, both or one.
+    let changed = Variant { logits_soft_cap: Some(2.0), sm_scale: -0.1, ..windowed };
+    let case = Case { group: 4, widths: (128, 128), page: 16, rows, variant: changed, masked: true };
+    check::<bf16>(&stream, &case, 2e-2);
+    let sloped = Variant { alibi: true, ..Variant::full(200) };
+    let case = Case { group: 3, widths: (200, 256), page: 32, rows, variant: sloped, masked: false };
+    check::<bf16>(&stream, &case, 2e-2);
+    let both = Variant { alibi: true, ..changed };
+    let case = Case { group: 1, widths: (120, 104), page: 48, rows, variant: both, masked: false };
+    check::<f16>(&stream, &case, 3e-3);
 }
