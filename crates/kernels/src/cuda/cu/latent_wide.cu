@@ -19,15 +19,15 @@ constexpr u32 WEIGHTS_AT = AFTER_RING;
 constexpr u32 FACTORS_AT = WEIGHTS_AT + BLOCK_BYTES;
 constexpr u32 TOLD_AT = FACTORS_AT + 2 * ROWS * 4;
 constexpr u32 HANDED_AT = TOLD_AT + sizeof(Told);
-constexpr u32 SHARED_BYTES = HANDED_AT + 2 * sizeof(Mark);
+constexpr u32 SHARED_BYTES = HANDED_AT + 3 * sizeof(Mark);
 static_assert(SHARED_BYTES <= 232448, "what a block of a Hopper has");
 
 constexpr u32 CONSUMER_WARPS = 8;
 
 // What the first group hands to the second, again and again: weights and factors are there; they may be written over. Every thread
-// arrives: what one lane's arrival says of its warp, a race checker does not follow.
+// arrives: what one lane's arrival says of its warp, a race checker does not follow. `settled`: the first has a tile's scores.
 struct Handed {
-    Mark there, free;
+    Mark there, free, settled;
 };
 DEVICE Handed& handed_of(u8* shared) { return *reinterpret_cast<Handed*>(shared + HANDED_AT); }
 // The factors of this thread's first row, and 8 behind it those of the other; of nodes that are joined there are two a row. Where they lie
@@ -174,6 +174,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
         pin(scores);
         UNROLL
         for (u32 column = VALUES; BOXES && column < COLUMNS; column++) room(&told.empty[turn.slot][column % SHARES]);
+        if (BOXES) mark_arrive(&handed.settled);
     };
     each_told(told, [&](const Unit& unit, u32) {
         float out[HALF / 2], top[2] = {-infinity(), -infinity()}, sum[2] = {0.0f, 0.0f};
@@ -300,7 +301,7 @@ DEVICE void consume_first(const Attend& p, u8* shared, Told& told) {
 DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
     Turn turn{0, 0};
     Handed& handed = handed_of(shared);
-    u32 turns = 0;
+    u32 turns = 0, settled = 0;
     each_told(told, [&](const Unit& unit, u32) {
         float out[HALF / 2];
         clear(out);
@@ -324,10 +325,19 @@ DEVICE void consume_second(const Attend& p, u8* shared, Told& told) {
                 for (u32 k = 0; k < STEPS; k++) ldmatrix_x4(packed[k], weights_at(shared, k));
                 const float* factors = my_factors(shared);
                 const float alpha[2] = {factors[0], factors[8]};
-                mark_arrive(&handed.free);
-                turns++;
-                if (!BOXES) async_fence();
+                if (!BOXES) {
+                    mark_arrive(&handed.free);
+                    async_fence();
+                }
                 scaled(out, alpha[0], alpha[1]);
+                // Where products bind, these are for while the first group makes the next weights and multiplies nothing: they do not slow the
+                // next scores. Weights are free behind that, so that no more than one tile's scores settle unheard.
+                settled++;
+                if (BOXES) {
+                    if (tile + 1 < stop) mark_wait(&handed.settled, settled % 2);
+                    mark_arrive(&handed.free);
+                }
+                turns++;
                 pin(out);
                 add_values(out, packed, values_at(latents, 1));
                 given_back_right(told, turn);
@@ -382,6 +392,7 @@ MSTAR_KERNEL(latent_wide, Params, THREADS, 1) {
         Handed& handed = handed_of(shared);
         mark_init(&handed.there, GROUP);
         mark_init(&handed.free, GROUP);
+        mark_init(&handed.settled, GROUP);
     }
     start(told, CONSUMER_WARPS);
     const u32 group = group_index();

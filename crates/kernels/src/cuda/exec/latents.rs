@@ -153,7 +153,7 @@ fn hopper_shared(rows: usize, depth: usize, width: usize, stages: usize, boxes: 
         let tile = depth.max(width) * KEYS * 2;
         // Of each tile that it is there, and that each of four shares of its room is free, or both of each of its blocks; two of units.
         let marks = stages * if boxes { 2 * depth.max(width) / 64 } else { 5 } + 2;
-        return queries + stages * tile + weights + 2 * rows * 4 + 2 * 8 + marks * 8 + 2 * 128;
+        return queries + stages * tile + weights + 2 * rows * 4 + 3 * 8 + marks * 8 + 2 * 128;
     }
     // Of what lies behind the values of a tile there is one less, and the weights lie there.
     let rest = depth.saturating_sub(width) * KEYS * 2;
