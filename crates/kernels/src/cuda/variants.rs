@@ -170,7 +170,7 @@ fn scores() -> Vec<Key> {
     let wide = |values: &[i64; 7]| with_all(Key::new(Unit::SCORES_WIDE, "scores_wide"), names, *values);
     keys.extend(WIDE.iter().map(wide));
     let plain = |(q, key)| Key::new(Unit::SCORES, "scores_plain").with("Q_TYPE", q).with("KEY_TYPE", key);
-    keys.extend([(0, 0), (1, 3)].map(plain));
+    keys.extend([(0, 3), (1, 2)].map(plain));
     keys
 }
 
