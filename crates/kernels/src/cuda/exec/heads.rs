@@ -117,7 +117,7 @@ struct Wide {
 
 /// One for each pair of widths, over segments.
 const WIDE: [Wide; 3] = [
-    Wide { width: 64, values: 64, consumers: 3, keys: 96, stages: 4, query_stages: 2 },
+    Wide { width: 64, values: 64, consumers: 3, keys: 96, stages: 4, query_stages: 1 },
     Wide { width: 128, values: 128, consumers: 2, keys: 128, stages: 2, query_stages: 1 },
     Wide { width: 256, values: 256, consumers: 2, keys: 80, stages: 2, query_stages: 1 },
 ];
