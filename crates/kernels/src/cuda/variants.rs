@@ -160,22 +160,23 @@ fn scores() -> Vec<Key> {
         SOME.iter().map(|values| with_all(Key::new(Unit::SCORES, "scores"), names, *values)).collect();
     // On Hopper: types of queries and keys, depth, heads, stages, alignment, blocks a multiprocessor.
     const WIDE: [[i64; 7]; 5] = [
-        [1, 1, 128, 64, 3, 1, 3],
+        [1, 1, 128, 64, 2, 1, 3],
         [1, 3, 128, 64, 3, 1, 5],
         [2, 3, 64, 8, 8, 1, 5],
         [2, 2, 256, 40, 2, 1, 2],
-        [1, 1, 128, 8, 4, 0, 3],
+        [1, 1, 128, 8, 2, 0, 3],
     ];
     let names = ["Q_TYPE", "KEY_TYPE", "DEPTH", "HEADS", "STAGES", "KEYS_ALIGNED", "MIN_BLOCKS"];
     let wide = |values: &[i64; 7]| with_all(Key::new(Unit::SCORES_WIDE, "scores_wide"), names, *values);
     keys.extend(WIDE.iter().map(wide));
     let plain = |(q, key)| Key::new(Unit::SCORES, "scores_plain").with("Q_TYPE", q).with("KEY_TYPE", key);
-    keys.extend([(0, 3), (1, 2)].map(plain));
+    keys.extend([(0, 3)].map(plain));
     keys
 }
 
 fn select() -> Vec<Key> {
     let mut keys = ["topk_count", "topk_pick"].map(|entry| Key::new(Unit::TOPK, entry)).to_vec();
+    keys.push(Key::new(Unit::TOPK_ROW, "topk_row").with("BLOCKS", 2));
     keys.extend((0..2).map(|dtype| Key::new(Unit::QUANTISE, "quantise").with("KEY_TYPE", dtype)));
     keys
 }

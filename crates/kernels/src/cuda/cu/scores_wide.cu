@@ -43,12 +43,11 @@ static_assert(DEPTH % 64 == 0 && STAGE_BYTES % 16 == 0 && RING_AT % 16 == 0, "se
 struct alignas(8) Four {
     u32 low, high;
 };
-// Four lanes of a query from `at` on, zeros past its width.
-DEVICE Four four_at(const Query* q, u32 at, u32 width, bool whole) {
-    if (whole) return at < width ? *reinterpret_cast<const Four*>(q + at) : Four{0, 0};
+// Four lanes of a query, of which `room` are there, zeros behind them.
+DEVICE Four four_at(const Query* q, u32 room) {
     u32 lanes[4];
     UNROLL
-    for (u32 i = 0; i < 4; i++) lanes[i] = at + i < width ? q[at + i].bits : 0;
+    for (u32 i = 0; i < 4; i++) lanes[i] = i < room ? q[i].bits : 0;
     return Four{lanes[0] | lanes[1] << 16, lanes[2] | lanes[3] << 16};
 }
 // Which column of the product has the first two of four lanes of depth, by their number; the others are 8 columns on.
@@ -94,10 +93,21 @@ DEVICE void stage_queries(const Scores& p, u32 row, u8* shared) {
         for (u32 b = 0; b < BATCH; b++) {
             const u32 head = (first + b) * 4 + w;
             weight[b] = head < HEADS ? p.weights[i64(row) * p.weight_token + head] : 0.0f;
-            UNROLL
-            for (u32 i = 0; i < FOURS; i++)
-                raw[b][i] = head < HEADS ? four_at(queries + i64(head) * p.q_head, (i * 32 + l) * 4, p.width, whole) : Four{0, 0};
         }
+        // Which of the two it is, is found out once: under a branch of its own each load would be a trip.
+        auto ask = [&](auto four) {
+            UNROLL
+            for (u32 b = 0; b < BATCH; b++) {
+                const u32 head = (first + b) * 4 + w;
+                UNROLL
+                for (u32 i = 0; i < FOURS; i++) {
+                    const u32 at = (i * 32 + l) * 4;
+                    raw[b][i] = head < HEADS && at < p.width ? four(queries + i64(head) * p.q_head + at, at) : Four{0, 0};
+                }
+            }
+        };
+        if (whole) ask([](const Query* q, u32) { return *reinterpret_cast<const Four*>(q); });
+        else ask([&](const Query* q, u32 at) { return four_at(q, p.width - at); });
         UNROLL
         for (u32 b = 0; b < BATCH; b++) {
             const u32 head = (first + b) * 4 + w;

@@ -40,6 +40,8 @@ pub(crate) use list::{Numbers, StagedList, attend};
 #[cfg(test)]
 #[allow(unused_imports, reason = "trials are there with every feature alone")]
 pub(crate) use merge::{Joiner, forced::with_joiner};
+#[cfg(all(test, feature = "dsa"))]
+pub(crate) use select::forced::with_cluster;
 #[cfg(feature = "dsa")]
 pub(crate) use select::{
     prepare as prepare_select, prepare_topk, scores, select, select_bytes, store_keys, topk, topk_bytes,

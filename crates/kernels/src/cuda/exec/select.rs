@@ -29,6 +29,12 @@ const SEGMENT: usize = 4096;
 const STATE: usize = 8192 + 512 + 16;
 const COUNT_SHARED: u32 = 8192 * 4;
 const PICK_SHARED: u32 = 39040;
+/// Of `cu/topk_row.cu`, whose threads are as many: bytes of shared memory of a block, and those more for each block of a cluster; blocks that
+/// clusters may have; keys that a block keeps. Longer rows than a cluster keeps are swept by all multiprocessors.
+const ROW_SHARED: u32 = 57456;
+const ROW_SHARED_EACH: u32 = 32;
+const CLUSTERS: [usize; 3] = [2, 4, 8];
+const KEPT: usize = 8192;
 
 /// As `Scores` in `cu/scores.cuh`.
 #[repr(C)]
@@ -79,6 +85,21 @@ struct Topk {
     reserved: u32,
 }
 
+/// As `Topk` in `cu/topk_row.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Default, Pod, Zeroable)]
+struct TopkRow {
+    table: u64,
+    scores: u64,
+    to: u64,
+    score_stride: i64,
+    to_stride: i64,
+    topk: u32,
+    row_begin: u32,
+    row_end: u32,
+    width: u32,
+}
+
 /// As `Quantise` in `cu/quantise.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Default, Pod, Zeroable)]
@@ -91,7 +112,8 @@ struct Quantise {
     width: u32,
 }
 
-const _: () = assert!(size_of::<Scores>() == 144 && size_of::<Topk>() == 96 && size_of::<Quantise>() == 40);
+const _: () = assert!(size_of::<Scores>() == 144 && size_of::<Topk>() == 96 && size_of::<TopkRow>() == 56);
+const _: () = assert!(size_of::<Quantise>() == 40);
 
 /// Floats from one row's scores to the next.
 fn stride(keys: usize) -> usize {
@@ -158,7 +180,9 @@ fn choose_wide(
     // Blocks share a multiprocessor's memory, and products need registers; many bytes are to be on their way.
     let fits = |blocks: usize| {
         let each = (room + RESERVED) / blocks - RESERVED;
-        (2..=8)
+        // Three blocks have enough on their way with two tiles each.
+        let most = if !codes && blocks == 3 { 2 } else { 8 };
+        (2..=most)
             .rev()
             .find(|&stages| wide_bytes(codes, heads, depth, stages) <= each)
             .map(|stages| (blocks, stages))
@@ -235,18 +259,46 @@ pub(crate) fn prepare(
     let aligned = format.bytes(width).is_multiple_of(alignment(format));
     let scores = choose(q, format, heads, width, aligned, kernels, context).key;
     // Keys come in the queries' type.
-    let [count, pick] = picking();
-    jit::prepare(device, &[scores, count, pick, storing(q, format)])
+    let mut keys = picking(context, kernels);
+    keys.extend([scores, storing(q, format)]);
+    jit::prepare(device, &keys)
 }
 
 /// Compiles and loads what [`topk`] runs.
 pub(crate) fn prepare_topk(device: Device) -> Result<()> {
-    jit::prepare(device, &picking())
+    jit::prepare(device, &picking(Context::of(device)?, Kernels::Auto))
 }
 
-/// The kernels of the pick.
-fn picking() -> [Key; 2] {
+/// The kernels of the pick, whatever rows are long and many.
+fn picking(context: &Context, kernels: Kernels) -> Vec<Key> {
+    let clusters = CLUSTERS.into_iter().filter(|_| picks_by_clusters(context, kernels)).map(by_cluster);
+    sweeps().into_iter().chain(clusters).collect()
+}
+
+/// Those that go over a row by all multiprocessors.
+fn sweeps() -> [Key; 2] {
     ["topk_count", "topk_pick"].map(|entry| Key::new(Unit::TOPK, entry))
+}
+
+/// The one that has a row by a cluster of so many blocks.
+fn by_cluster(blocks: usize) -> Key {
+    Key::new(Unit::TOPK_ROW, "topk_row").with("BLOCKS", blocks as i64)
+}
+
+fn picks_by_clusters(context: &Context, kernels: Kernels) -> bool {
+    context.is_hopper() && kernels.settled() != Kernels::Mma
+}
+
+/// Blocks of the cluster of a row of up to so many scores; `None` where the row is for all multiprocessors. Changes no bit.
+fn cluster_of(context: &Context, kernels: Kernels, width: usize) -> Option<usize> {
+    #[cfg(test)]
+    if let Some(blocks) = forced::cluster() {
+        return (blocks > 0).then_some(blocks);
+    }
+    CLUSTERS
+        .into_iter()
+        .find(|&blocks| blocks * KEPT >= width)
+        .filter(|_| picks_by_clusters(context, kernels))
 }
 
 /// Puts the scores of rows `rows` into the stream, to `to`, where row `rows.start` comes first; with `fill`, so many a row,
@@ -340,6 +392,7 @@ pub(crate) fn select(
     if rows == 0 || topk == 0 {
         return Ok(());
     }
+    let context = Context::of(stream.device())?;
     let cut = Panel::of(table.max_keys());
     let available = workspace.numel();
     let start = (workspace.as_mut_ptr() as u64).next_multiple_of(64);
@@ -352,7 +405,9 @@ pub(crate) fn select(
     let lengths = scores + (panel * cut.scores * 4) as u64;
     for first in (0..rows).step_by(panel) {
         let end = rows.min(first + panel);
-        let states = (start, (end - first) * STATE);
+        // What nobody counts in is not cleared.
+        let swept = cluster_of(context, table.kernels(), cut.scores).is_none();
+        let states = (start, if swept { (end - first) * STATE } else { 0 });
         score(stream, call, table, first..end, (scores, cut.scores), 0, states)?;
         let scores = (scores, cut.scores);
         let of = Given { scores, width: cut.scores, lists: scores.0, states: start, lengths, next: true };
@@ -369,7 +424,7 @@ struct Given {
     width: usize,
     /// Lists, as far apart as scores of the panel's rows are.
     lists: u64,
-    /// Zeros.
+    /// Zeros, where rows are swept.
     states: u64,
     lengths: u64,
     /// Whether what made the scores was put in right before.
@@ -385,8 +440,35 @@ fn pick(
     of: Given,
     selection: &mut TensorMut<'_>,
 ) -> Result<()> {
-    let sms = Context::of(stream.device())?.sm_count() as usize;
-    let [count, pick] = picking().map(|key| jit::function(stream.device(), &key));
+    let context = Context::of(stream.device())?;
+    let sms = context.sm_count() as usize;
+    if let Some(blocks) = cluster_of(context, table.kernels(), of.width) {
+        let function = jit::function(stream.device(), &by_cluster(blocks))?;
+        let shared = ROW_SHARED + ROW_SHARED_EACH * blocks as u32;
+        let fit = function.blocks_per_sm(TOPK_THREADS, shared)?.max(1) as usize * sms / blocks;
+        let grid = [(rows.len().min(fit.max(1)) * blocks) as u32, 1, 1];
+        let how = Launch { grid, block: TOPK_THREADS, shared };
+        let params = TopkRow {
+            table: table.address(),
+            scores: of.scores.0,
+            to: selection.as_mut_ptr() as u64,
+            score_stride: of.scores.1 as i64,
+            to_stride: selection.strides()[0] as i64,
+            topk: selection.shape()[1] as u32,
+            row_begin: rows.start as u32,
+            row_end: rows.end as u32,
+            width: of.width as u32,
+        };
+        // SAFETY: the kernel takes a `TopkRow`; scores lie in the workspace or in a tensor of as many rows; `selection` is `[T, K]` i32 on
+        // this device, both were checked.
+        return unsafe {
+            match of.next {
+                true => launch_next(&function, stream, how, &params),
+                false => launch(&function, stream, how, &params),
+            }
+        };
+    }
+    let [count, pick] = sweeps().map(|key| jit::function(stream.device(), &key));
     let params = Topk {
         table: table.address(),
         scores: of.scores.0,
@@ -452,8 +534,10 @@ pub(crate) fn topk(
         return Err(Error::Workspace { needed, available });
     }
     let skipped = (workspace.as_mut_ptr() as usize).next_multiple_of(64) - workspace.as_mut_ptr() as usize;
-    let states = workspace.reborrow().narrow(0, skipped, rows * STATE * 4)?;
-    crate::fill(stream, states, 0)?;
+    if cluster_of(Context::of(stream.device())?, table.kernels(), keys).is_none() {
+        let states = workspace.reborrow().narrow(0, skipped, rows * STATE * 4)?;
+        crate::fill(stream, states, 0)?;
+    }
     let states = (workspace.as_mut_ptr() as usize + skipped) as u64;
     let lists = states + (rows * STATE * 4) as u64;
     let lengths = lists + (rows * cut.scores * 4) as u64;
@@ -496,4 +580,26 @@ pub(crate) fn store_keys(
     let how = Launch { grid: [blocks, 1, 1], block: 128, shared: 0 };
     // SAFETY: the kernel takes a `Quantise`; both tensors were checked to have these shapes on this device.
     unsafe { launch(&function, stream, how, &params) }
+}
+
+/// For a test in which rows are picked by clusters of so many blocks.
+#[cfg(test)]
+pub(crate) mod forced {
+    use std::cell::Cell;
+
+    thread_local! {
+        static CLUSTER: Cell<Option<usize>> = const { Cell::new(None) };
+    }
+
+    pub(super) fn cluster() -> Option<usize> {
+        CLUSTER.get()
+    }
+
+    /// What `run` picks on this thread is picked by clusters of `blocks`, or, of none, by sweeps.
+    pub(crate) fn with_cluster<R>(blocks: usize, run: impl FnOnce() -> R) -> R {
+        CLUSTER.set(Some(blocks));
+        let result = run();
+        CLUSTER.set(None);
+        result
+    }
 }

@@ -113,6 +113,8 @@ impl Unit {
     pub const SCORES_WIDE: Unit = unit!("scores_wide.cu");
     /// The largest of each row's scores.
     pub const TOPK: Unit = unit!("topk.cu");
+    /// The same on a Hopper, a row by a cluster.
+    pub const TOPK_ROW: Unit = unit!("topk_row.cu");
     /// Index keys as e4m3.
     pub const QUANTISE: Unit = unit!("quantise.cu");
     /// Over picked latents.
@@ -136,6 +138,7 @@ impl Unit {
         Unit::SCORES,
         Unit::SCORES_WIDE,
         Unit::TOPK,
+        Unit::TOPK_ROW,
         Unit::QUANTISE,
         Unit::SPARSE,
         Unit::PICKS,

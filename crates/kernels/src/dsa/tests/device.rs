@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::fixture::{Batch, FLOATS, FORMATS, Random, stored};
-use crate::cuda::exec::{Joiner, with_joiner};
+use crate::cuda::exec::{Joiner, with_cluster, with_joiner};
 use crate::cuda::{OwnedStream, emulate};
 use crate::dsa::{
     self, DeviceTable, KeyFormat, ScoresParams, SelectParams, SparseParams, Table, TopkParams, quantise_keys,
@@ -146,7 +146,8 @@ fn long_rows_are_picked_over_several_blocks_as_on_the_cpu() {
     let mut batch = batch.whole();
     for topk in [300, 4096, 1] {
         batch.topk = topk;
-        assert_eq!(selected(&batch, 4).0, batch.select(), "{topk}");
+        let swept = with_cluster(0, || selected(&batch, 4).0);
+        assert_eq!((selected(&batch, 4).0, swept), (batch.select(), batch.select()), "{topk}");
     }
 }
 
@@ -467,21 +468,76 @@ fn given_scores_are_picked_as_on_the_cpu() {
             page_start: &[0; 5],
             kv_lens: &lens,
         };
-        let mut on = DeviceTable::with_capacity(&stream, 0, 0, 0, 0).unwrap();
-        on.set(&stream, &table).unwrap();
-        dsa::prepare_topk(&stream).unwrap();
-        let there = put(&stream, given);
-        let mut out = put(&stream, TensorRef::from_slice(&vec![-9i32; t * k], &[t, k]).unwrap());
-        let bytes = dsa::topk_workspace_bytes_on(CARD, t, n);
-        let mut workspace = Buffer::zeroed_on(CARD, bytes).unwrap();
-        for _ in 0..2 {
-            let scores = there.tensor(0, DType::F32, &[t, n]).unwrap();
-            let out = out.tensor_mut(0, DType::I32, &[t, k]).unwrap();
-            let workspace = workspace.tensor_mut(0, DType::U8, &[bytes]).unwrap();
-            let params = TopkParams { scores, positions: &positions, topk: k, out, workers: 1 };
-            dsa::topk_at(&stream, &on, params, workspace).unwrap();
+        for kernels in BOTH {
+            let mut on = DeviceTable::with_capacity(&stream, 0, 0, 0, 0).unwrap().with_kernels(kernels);
+            on.set(&stream, &table).unwrap();
+            dsa::prepare_topk(&stream).unwrap();
+            let there = put(&stream, given);
+            let mut out = put(&stream, TensorRef::from_slice(&vec![-9i32; t * k], &[t, k]).unwrap());
+            let bytes = dsa::topk_workspace_bytes_on(CARD, t, n);
+            let mut workspace = Buffer::zeroed_on(CARD, bytes).unwrap();
+            for _ in 0..2 {
+                let scores = there.tensor(0, DType::F32, &[t, n]).unwrap();
+                let out = out.tensor_mut(0, DType::I32, &[t, k]).unwrap();
+                let workspace = workspace.tensor_mut(0, DType::U8, &[bytes]).unwrap();
+                let params = TopkParams { scores, positions: &positions, topk: k, out, workers: 1 };
+                dsa::topk_at(&stream, &on, params, workspace).unwrap();
+            }
+            assert_eq!(take(&stream, &out, t * k, 0i32), wanted, "{k}, {kernels:?}");
         }
-        assert_eq!(take(&stream, &out, t * k, 0i32), wanted, "{k}");
+    }
+}
+
+/// Rows by clusters of any size: more rows than clusters at a time, longer than what blocks keep and shorter than a thread each, rows of which
+/// all is picked between others, equal scores at every edge, and zeros of both signs.
+#[test]
+fn rows_are_picked_by_clusters_as_on_the_cpu() {
+    let own = card();
+    let stream = own.stream();
+    let mut random = Random(41);
+    let (n, positions) = (36_000usize, [35_999, 12, 899, -1, 9000, 20, 33_000, 4095, 1000, 7, 3]);
+    let t = positions.len();
+    let mut scores: Vec<f32> =
+        (0..t * n).map(|i| (random.number() * [4.0, 1e30, 1e3][i / n % 3]).round()).collect();
+    scores[6 * n..7 * n].fill(-0.0);
+    for (at, score) in scores[4 * n..5 * n].iter_mut().enumerate() {
+        *score = [0.0, -0.0, 1.5, f32::NAN, f32::NEG_INFINITY, f32::INFINITY][at / 5 % 6];
+    }
+    let requests: Vec<i32> =
+        positions.iter().zip(0..).map(|(&of, row)| if of < 0 { -1 } else { row }).collect();
+    let lens = positions.map(|position| position + 1);
+    let table = Table {
+        row_request: &requests,
+        positions: &positions,
+        kv_indptr: &vec![0; t + 1],
+        kv_indices: &[],
+        page_start: &vec![0; t],
+        kv_lens: &lens,
+    };
+    let given = TensorRef::from_slice(&scores, &[t, n]).unwrap();
+    let there = put(&stream, given);
+    for k in [1, 900, 2048] {
+        let mut wanted = vec![-9i32; t * k];
+        let out = TensorMut::from_slice(&mut wanted, &[t, k]).unwrap();
+        let params = TopkParams { scores: given, positions: &positions, topk: k, out, workers: 1 };
+        dsa::topk(&Stream::cpu(), params).unwrap();
+        for blocks in [2, 4, 8] {
+            let mut on = DeviceTable::with_capacity(&stream, 0, 0, 0, 0).unwrap();
+            on.set(&stream, &table).unwrap();
+            let mut out = put(&stream, TensorRef::from_slice(&vec![-9i32; t * k], &[t, k]).unwrap());
+            let bytes = dsa::topk_workspace_bytes_on(CARD, t, n);
+            let mut workspace = Buffer::zeroed_on(CARD, bytes).unwrap();
+            let params = TopkParams {
+                scores: there.tensor(0, DType::F32, &[t, n]).unwrap(),
+                positions: &positions,
+                topk: k,
+                out: out.tensor_mut(0, DType::I32, &[t, k]).unwrap(),
+                workers: 1,
+            };
+            let workspace = workspace.tensor_mut(0, DType::U8, &[bytes]).unwrap();
+            with_cluster(blocks, || dsa::topk_at(&stream, &on, params, workspace)).unwrap();
+            assert_eq!(take(&stream, &out, t * k, 0i32), wanted, "{k} of a row by {blocks} blocks");
+        }
     }
 }
 
