@@ -12,6 +12,7 @@ pub(super) const SLICE: usize = 128;
 /// As `NEAR_HEIGHTS` in `cu/near.cuh`: heights above a merge's parts at which they have one ancestor, and most parts.
 const NEAR_HEIGHTS: u32 = 3;
 /// As before.
+#[cfg(feature = "dsa")]
 pub(super) const NEAR: usize = 1 << NEAR_HEIGHTS;
 /// Slices of query vectors from which on a warp each is enough for a device.
 const MANY_SLICES: usize = 512;
