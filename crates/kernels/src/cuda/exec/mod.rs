@@ -41,6 +41,7 @@ pub(crate) use list::{Numbers, StagedList, attend};
 #[allow(unused_imports, reason = "trials are there with every feature alone")]
 pub(crate) use merge::{Joiner, forced::with_joiner};
 #[cfg(all(test, feature = "dsa"))]
+#[allow(unused_imports, reason = "trials are there with every feature alone")]
 pub(crate) use select::forced::with_cluster;
 #[cfg(feature = "dsa")]
 pub(crate) use select::{

@@ -596,6 +596,7 @@ pub(crate) mod forced {
     }
 
     /// What `run` picks on this thread is picked by clusters of `blocks`, or, of none, by sweeps.
+    #[allow(dead_code, reason = "trials are there with every feature alone")]
     pub(crate) fn with_cluster<R>(blocks: usize, run: impl FnOnce() -> R) -> R {
         CLUSTER.set(Some(blocks));
         let result = run();

@@ -6,6 +6,7 @@
 use crate::cpu::copy::{PageCopy, copy_pages};
 use crate::cpu::gather::{gather_pages, gather_pages_at, gather_rows, gather_rows_at};
 use crate::cpu::scatter::{scatter, scatter_at, scatter_both_at};
+use crate::cuda::exec::{Joiner, with_joiner};
 use crate::cuda::jit::Key;
 use crate::cuda::{Context, forced, jit, launched, peak, variants};
 use crate::dsa::{KeyFormat, store_keys_at};
@@ -96,6 +97,8 @@ fn heads(runner: &Runner) {
     ] {
         runner.run(&family, &small(), dtype, 0, shared);
     }
+    // Rows of so few keys have no more parts than the other kernels join.
+    with_joiner(Joiner::Many, || runner.run(&of(2, 128, 128), &small(), F32, 0, HOPPER));
 }
 
 fn segments(runner: &Runner) {
@@ -228,6 +231,7 @@ fn codes(runner: &Runner) {
     run(&|stream| latents::run_small::<bf16>(stream, 16, 512, 0));
     run(&|stream| picks::run_small::<f16>(stream, 2, 64, 16));
     run(&|stream| picks::run_small::<bf16>(stream, 16, 512, 64));
+    with_joiner(Joiner::Many, || run(&|stream| picks::run_small::<bf16>(stream, 16, 512, 64)));
     run(&|stream| stores::run_small(stream, false));
     run(&|stream| stores::run_small(stream, true));
 }
