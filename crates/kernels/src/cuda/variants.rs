@@ -138,7 +138,7 @@ fn picks() -> Vec<Key> {
         ("picks_order", 1, 1),
         ("picks_merge_few", 2, 2),
         ("picks_merge_near", 1, 1),
-        ("picks_merge_many", 1, 3),
+        ("picks_merge_many", 2, 2),
         ("picks_plain", 0, 0),
         ("picks_plain", 2, 3),
     ];

@@ -178,6 +178,8 @@ fn sparse(runner: &Runner) {
             runner.run(&of(h, c, e, kernels), &rows, dtype, 0, HOPPER);
         }
     }
+    let few = of(32, 256, 64, Kernels::Auto);
+    with_joiner(Joiner::Many, || runner.run(&few, &rows, F16, 0, HOPPER));
     let of = |width, format| Picked { heads: 8, width, topk: 24, format, gap: 0 };
     for (dtype, family) in [
         (BF16, of(128, None)),
@@ -231,7 +233,6 @@ fn codes(runner: &Runner) {
     run(&|stream| latents::run_small::<bf16>(stream, 16, 512, 0));
     run(&|stream| picks::run_small::<f16>(stream, 2, 64, 16));
     run(&|stream| picks::run_small::<bf16>(stream, 16, 512, 64));
-    with_joiner(Joiner::Many, || run(&|stream| picks::run_small::<bf16>(stream, 16, 512, 64)));
     run(&|stream| stores::run_small(stream, false));
     run(&|stream| stores::run_small(stream, true));
 }
